@@ -22,12 +22,10 @@ from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.joint import JointGraphs
 from shardc.passes.loss_chunks import LossChunks
 from shardc.passes.match_recompiled import MatchRecompiled
-from shardc.passes.packed_inputs import PackedInputs
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.place import Place
 from shardc.passes.precision import Precision
-from shardc.passes.products import Products
 from shardc.passes.recompute import Recompute
 from shardc.passes.stack_experts import StackExperts
 from shardc.passes.unknown_ops import UnknownOps
@@ -58,14 +56,12 @@ PIPELINE = (
     Entry("expert_capacity", ExpertCapacity, "after grouped_mm makes `experts`; before place: its op is placed too"),
     Entry("annotate", Annotate, "before place, which starts from the layouts that the spec names"),
     Entry("forward_only", ForwardOnly, "after annotate: gradients show activations; before place, which prices them"),
-    Entry("products", Products, "after all that finds linear layers by shape; before place: its ops are placed too"),
     Entry("place", Place, "after annotate; before partition: collectives follow from the strategies of all ops"),
     # the local graph, of one rank
     Entry("partition", Partition, "after place, for the conversions it implies; before all that counts local bytes"),
     Entry("accumulate", Accumulate, "after partition, where microbatches are an axis; later passes see one of them"),
     Entry("pipeline", Pipeline, "after partition, as it cuts where few local bytes cross"),
     Entry("loss_chunks", LossChunks, "after pipeline: one op for a product and its loss could not be cut"),
-    Entry("packed_inputs", PackedInputs, "after partition: it reads operands' layouts; before recompute counts bytes"),
     Entry("recompute", Recompute, "after pipeline, as a region is part of one stage; its budget is in local bytes"),
     Entry("match_recompiled", MatchRecompiled, "before gradient_buckets, which would otherwise make other buckets"),
     Entry("gradient_buckets", GradientBuckets, "after recompute: final graphs define the order, and get the gathers"),

@@ -20,6 +20,7 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.stored import Bucket, Param, Rounded
 from shardc.ir.types import full_op_name
+from shardc.optional import registered
 from shardc.passes.base import Pass
 from shardc.passes.precision import dtype_of
 from shardc.runtime import ops
@@ -27,12 +28,6 @@ from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import add_node
 
 _CAST = torch.ops.aten._to_copy.default
-#: Ops that round the weights that they read: argument places of (weight, its largest values).
-WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
-    ops.fp8_linear: ((1, 2),),
-    ops.fp8_experts: ((3, 9), (4, 10)),
-    ops.fp8_experts_apply: ((2, 8), (3, 9)),
-}
 
 
 @dataclass(frozen=True)
@@ -261,6 +256,9 @@ def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
 
 def _rounding(param: Sequence[fx.Node]) -> Rounded | None:
     """Return how all readers of a parameter, or of its casts, round it; None if they do not agree."""
+    how_rounded = next(registered("passes", "how_rounded"), None)
+    if how_rounded is None:
+        return None
     roundings: set[Rounded | None] = set()
     dtypes: set[Any] = set()
     for node in param:
@@ -270,29 +268,6 @@ def _rounding(param: Sequence[fx.Node]) -> Rounded | None:
         pairs = [(r, node) for r in readers if r.target is not _CAST] + [(u, c) for c in casts for u in c.users]
         roundings |= {how_rounded(r, x) for r, x in pairs}
     return next(iter(roundings)) if len(roundings) == 1 == len(dtypes) else None
-
-
-def how_rounded(reader: fx.Node, x: fx.Node | None) -> Rounded | None:
-    """Return how an op that reads x rounds it; None if it does something else with it."""
-    if reader.target is ops.fp8_amax:
-        axes: Any = ()
-        rounds = reader
-        if (whole := next((u for u in reader.users if u.target is ops.all_reduce_max), None)) is not None:
-            rounds, axes = whole, whole.args[2]
-        formats = {format for u in rounds.users if (format := _format(u, x, rounds))}
-        return Rounded(formats.pop(), tuple(reader.args[1]), tuple(axes)) if len(formats) == 1 else None  # type: ignore[arg-type]
-    places = WEIGHTS.get(reader.target, ())
-    amax: Any = next((reader.args[scales] for at, scales in places if reader.args[at] is x), None)
-    if amax is None or sum(a is x for a in reader.args) != 1 or not _format(reader, x, amax):
-        return None
-    amax = amax.args[0] if amax.target is ops.all_reduce_max else amax
-    return how_rounded(amax, x) if amax.target is ops.fp8_amax and amax.args[0] is x else None
-
-
-def _format(reader: fx.Node, x: fx.Node | None, amax: fx.Node) -> str:
-    """Return the format to which an op rounds x by these largest values; "" if it does not."""
-    pairs = ((at, scales) for at, scales in WEIGHTS.get(reader.target, ()) if reader.args[at] is x)
-    return "e4m3" if any(reader.args[scales] is amax for _, scales in pairs) else ""
 
 
 def _cast_to(user: fx.Node) -> torch.dtype | None:

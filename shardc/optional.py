@@ -7,6 +7,7 @@ reads the apps that its settings list; shardc.features lists the files and names
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,13 @@ from typing import Any
 from shardc.errors import ShardcError
 
 #: The features, and the sections of a spec that each defines. Of passes for the same place, an earlier one's run first.
-FEATURES = {"matrices": ("optimizer",), "adapters": ("adapters", "freeze"), "reshard": (), "generation": ()}
+FEATURES = {
+    "matrices": ("optimizer",),
+    "adapters": ("adapters", "freeze"),
+    "fp8": ("precision.products",),
+    "reshard": (),
+    "generation": (),
+}
 
 
 def registered(file: str, name: str, features: Iterable[str] = FEATURES) -> Iterator[Any]:
@@ -25,6 +32,12 @@ def registered(file: str, name: str, features: Iterable[str] = FEATURES) -> Iter
             yield getattr(module, name)
 
 
+@cache
+def table(file: str, name: str) -> dict[Any, Any]:
+    """Return the entries of the tables that all features' `file` call `name`."""
+    return {key: value for entries in registered(file, name) for key, value in entries.items()}
+
+
 def needed(feature: str, file: str, name: str) -> Any:
     """Return what `file` of a feature calls `name`. Raises ShardcError if the feature is not installed."""
     for value in registered(file, name, (feature,)):
@@ -33,7 +46,7 @@ def needed(feature: str, file: str, name: str) -> Any:
     raise ShardcError(f"the feature {feature} is not installed", where=feature, fix=fix)
 
 
-def missing(section: object) -> str:
+def missing(section: str) -> str:
     """Return the feature that defines a section of a spec but is not installed; "" if there is none."""
     of = (name for name, sections in FEATURES.items() if section in sections)
     return next((name for name in of if _module(name, "section") is None), "")

@@ -32,7 +32,7 @@ class _Ops:
 
     def __getattr__(self, name: str) -> Any:
         if name not in BY_OP:
-            return getattr(plain, name)
+            return getattr(plain, name, None) or plain.named(name, joint=True)
         return partial(_converted, name)
 
 

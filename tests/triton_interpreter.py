@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-import shardc.runtime.ops
-
 
 @contextmanager
 def interpreted(name: str) -> Iterator[ModuleType]:
-    """shardc.runtime.ops.<name>, a module of Triton kernels, as a second copy that is interpreted. The test is skipped
-    where there is no Triton."""
+    """A module of Triton kernels, by its name, as a second copy that is interpreted. The test is skipped where there is
+    no Triton."""
     pytest.importorskip("triton", reason="needs Triton, which `make` installs on Linux with an x86-64 processor")
     from triton.runtime import interpreter
 
@@ -31,7 +29,7 @@ def interpreted(name: str) -> Iterator[ModuleType]:
             return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         return real(data, source, target, mode)
 
-    file = f"{shardc.runtime.ops.__path__[0]}/{name.replace('.', '/')}.py"
+    file = importlib.import_module(name).__file__
     spec = importlib.util.spec_from_file_location(f"interpreted_{name}", file)
     assert spec is not None
     assert spec.loader is not None

@@ -16,6 +16,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
+from shardc.optional import needed, table
 from shardc.passes import outputs
 from shardc.passes.partition.collectives import collective_of, digit_arguments, gather_note
 from shardc.passes.partition.routes import Routes
@@ -25,7 +26,6 @@ from shardc.rules.core.op_call import call_of
 from shardc.rules.core.registry import LocalCall
 from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
-from shardc.runtime.ops.fp8 import message_bytes
 from shardc.torch_private import add_node
 
 
@@ -333,9 +333,9 @@ class LocalProgram:
             param = self.program.params_by_name.get(producer.name)
             self.notes.append(gather_note(f"{param.fqn} {v}" if param is not None else str(v), axes[0], user))
         kwargs: dict[str, Any] = {}
-        if producer.target is ops.fp8_round and collective is not None and row.forward == "all_gather":
-            fp8: Any = producer.args[2:4]  # the number format, and the granule: of each dim the block with one scale
-            kwargs["fp8"] = fp8
-            message = message_bytes(old.local_shape(v.shape, self.mesh), fp8[1])
+        packed = table("ops", "PACKED").get(producer.target)
+        if packed is not None and collective is not None and row.forward == "all_gather":
+            kwargs["fp8"] = packed(*producer.args)  # the format, and the granule: of each dim the block with one scale
+            message = needed("fp8", "rounding", "message_bytes")(old.local_shape(v.shape, self.mesh), kwargs["fp8"][1])
             collective = replace(collective, packed=self.mesh.size(axes[0]) * message)
         return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), line, collective, name)

@@ -27,6 +27,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.layer_names import layer_of
 from shardc.machine.assumed import STAGES, byte_seconds, work_seconds
+from shardc.optional import registered
 from shardc.rules.core.registry import rank_seconds
 from shardc.runtime import ops
 from shardc.runtime.schedule import default_stages
@@ -41,8 +42,8 @@ SLACK = 1.1
 CROSSING, INSIDE = 0.1, 0.02
 
 #: Ops that have to be on the stage of the op before them: only their rank knows how many rows they take.
-JOINED = frozenset(
-    {ops.experts_send, ops.experts_apply, ops.fp8_experts_apply, ops.experts_return, ops.experts_combine}
+JOINED = {ops.experts_send, ops.experts_apply, ops.experts_return, ops.experts_combine}.union(
+    *registered("ops", "JOINED")
 )
 
 

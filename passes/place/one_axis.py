@@ -15,6 +15,7 @@ from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.machine.assumed import LARGE
+from shardc.optional import table
 from shardc.passes.annotate.propagate_split import origins
 from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, UNDO, Prices
 from shardc.rules import attention_methods, softmax
@@ -23,7 +24,6 @@ from shardc.rules.core import reduce_parts
 from shardc.rules.core.along_split_dim import ALONG_SPLIT_DIM
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.strategy import Strategy
-from shardc.runtime import ops
 
 #: Each sweep carries demands past one more op that has a choice; few models change after the second sweep.
 SWEEPS = 4
@@ -501,7 +501,7 @@ class Axis:
     def _packed(self, operand: Key) -> float:
         """Return the share of a value's bytes that a gather sends: 8 bits per number if it is rounded to them."""
         node, i = operand
-        return 1 / min(values_of(node)[i].dtype.itemsize, 4) if node.target is ops.fp8_round else 1.0
+        return 1 / min(values_of(node)[i].dtype.itemsize, 4) if node.target in table("ops", "PACKED") else 1.0
 
     # --- the price of all choices
 

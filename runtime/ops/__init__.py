@@ -13,8 +13,6 @@ random_ops        random numbers by global index; dropout: masks by global index
 attention/        with dropout, or of a part of the queries: blocks; ring: also of a part of the keys; spans: which keys
                   rows see; held: which of them a rank has, and a mask shows
 experts/          mixtures of experts
-fp8/              numbers of 8 bits: values and gradients rounded, and as bytes of a message; products: of them, by
-                  kernel, as recipe defines; casts: rounding, cast_kernel: the same on a GPU; format: the two formats
 factors           which arguments of a product are its input, weight and bias
 linear_nll        a linear layer and its cross entropy in chunks of rows
 along_split_dim   cumulative sums and convolutions along a split dim
@@ -25,10 +23,15 @@ with_backward     ops with a custom backward: pairs of functions, and the autogr
 opaque            an op with its backward as one op, for backward graphs
 by_storage        values for memory that tensors share
 torch_library     torch ops that a captured graph cannot hold
+
+Optional features add theirs (`named`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardc.optional import table
 from shardc.runtime.ops.along_split_dim import conv1d, cumsum
 from shardc.runtime.ops.attention import attention
 from shardc.runtime.ops.attention.held import attention_reach
@@ -49,7 +52,6 @@ from shardc.runtime.ops.convert import (
     unshard_partial,
 )
 from shardc.runtime.ops.dropout import dropout
-from shardc.runtime.ops.experts.fp8 import fp8_experts, fp8_experts_apply
 from shardc.runtime.ops.experts.parallel import (
     experts_combine,
     experts_keep,
@@ -59,8 +61,6 @@ from shardc.runtime.ops.experts.parallel import (
 )
 from shardc.runtime.ops.experts.products import experts, experts_apply
 from shardc.runtime.ops.extremum import extremum, ties, top
-from shardc.runtime.ops.fp8 import fp8_amax, fp8_grad, fp8_round, fp8_round_grad
-from shardc.runtime.ops.fp8.products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear, fp8_pack
 from shardc.runtime.ops.host_handle import offload_start, offload_wait, reload_start, reload_wait
 from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
@@ -97,7 +97,6 @@ from shardc.runtime.ops.zero import (
 #: Ops that only backward graphs call.
 OF_GRAPHS = {
     *("add_into", "launch", "accumulate", "regather_start", "regather_wait", "scatter", "opaque", "opaque_backward"),
-    *("fp8_grad_of_data", "fp8_grad_of_weight", "fp8_round_grad"),
     *("start", "transpose", "transpose_start", "wait"),
     *("offload_start", "offload_wait", "reload_start", "reload_wait"),
 }
@@ -127,16 +126,6 @@ __all__ = [
     "extremum",
     "fill_padding",
     "first_grad",
-    "fp8_amax",
-    "fp8_experts",
-    "fp8_experts_apply",
-    "fp8_grad",
-    "fp8_grad_of_data",
-    "fp8_grad_of_weight",
-    "fp8_linear",
-    "fp8_pack",
-    "fp8_round",
-    "fp8_round_grad",
     "gather_partial",
     "gather_start",
     "gather_wait",
@@ -182,3 +171,8 @@ __all__ = [
     "wait",
 ]
 OPS.update((name, globals()[name]) for name in __all__ if name not in OF_GRAPHS)
+
+
+def named(name: str, *, joint: bool) -> Any:
+    """Return the op of a name, also of optional features; None if programs call none. joint: in a backward graph."""
+    return globals()[name] if joint and name in OF_GRAPHS else OPS.get(name) or table("ops", "OPS").get(name)

@@ -9,7 +9,7 @@ the three forms in which programs call the ops:
 
 overlap=True: the backward graph starts its sum, and waits for it when the gradients of weights are ready
 (shardc.passes.joint.order). fp8=(format, granule), of a gather: x is a result of `fp8_round`, and 8 bits of each number
-are sent, which loses nothing (shardc.runtime.ops.fp8); its gradient is not rounded.
+are sent, which loses nothing (shardc.features.fp8); its gradient is not rounded.
 
 `dim`, `split` (negative: mirrored), `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding,
 blocks: what the whole dim lacks of its padded size (0 where another axis still splits it). Uneven parts are padded, so
@@ -30,8 +30,8 @@ from torch import Tensor
 from shardc.ir.conversions import BY_OP, Move
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import trim, widen
+from shardc.optional import needed
 from shardc.runtime.mesh.base import Work
-from shardc.runtime.ops import fp8 as float8
 from shardc.runtime.ops import shard_parts
 
 Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings
@@ -47,17 +47,6 @@ def _all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record:
 
 #: How 8 bits are sent: the format, and the granule.
 Packed = tuple[str, tuple[int, ...]]
-
-
-def _all_gather_packed(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record, fp8: Packed) -> Tensor:
-    messages = mesh.all_gather(float8.packed(x, *fp8), axis, **record)
-    return _whole(messages, x, old, fp8)
-
-
-def _whole(messages: Tensor, x: Tensor, old: Shard, fp8: Packed) -> Tensor:
-    """Join the value from all ranks' messages. x: this rank's part."""
-    parts = torch.stack([float8.unpacked(m, x, *fp8) for m in messages])
-    return trim(shard_parts.unstack(parts, old), old)
 
 
 def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record) -> Tensor:
@@ -101,11 +90,6 @@ _MOVES: dict[Move, Callable[..., Tensor]] = {
 }
 
 
-def _move_of(move: Move, fp8: Packed | None) -> Callable[..., Tensor]:
-    """Return the function that makes a move. fp8: it gathers in 8 bits."""
-    return _MOVES[move] if fp8 is None else partial(_all_gather_packed, fp8=fp8)
-
-
 @dataclass(frozen=True)
 class Started:
     """A tensor that is on its way: after `work` has ended, `result` returns it."""
@@ -118,13 +102,6 @@ def _start_all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, r
     stack = x.new_empty(mesh.size(axis), *x.shape)
     work = mesh.start_all_gather(x.contiguous().view(-1), stack.view(-1), axis, **record)
     return Started(work, lambda: trim(shard_parts.unstack(stack, old), old))
-
-
-def _start_packed(x: Tensor, mesh: Mesh, axis: str, old: Shard, record: Record, fp8: Packed) -> Started:
-    message = float8.packed(x, *fp8)
-    stack = message.new_empty(mesh.size(axis), *message.shape)
-    work = mesh.start_all_gather(message, stack.view(-1), axis, **record)
-    return Started(work, lambda: _whole(stack, x, old, fp8))
 
 
 def _start_all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record) -> Started:
@@ -165,8 +142,12 @@ def _convert(
     tag: str,
     overlap: bool = False,
     fp8: Packed | None = None,
-) -> Tensor:
-    result = _move_of(BY_OP[op].forward, fp8)(x, mesh, over, old, new, {"direction": "forward", "tag": tag})
+    *,
+    start: bool = False,
+) -> Any:
+    """Make the move that forward makes with a value, at once or started."""
+    record = {"direction": "forward", "tag": tag}
+    result = _move(x, BY_OP[op].forward, mesh, over, old, new, record, start=start, fp8=fp8)
     return x.view_as(x) if result is x else result
 
 
@@ -309,24 +290,6 @@ def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") 
 # --- single directions, at once or started, for backward graphs (shardc.passes.joint)
 
 
-def _one_way(
-    x: Tensor,
-    op: str,
-    mesh: Mesh,
-    over: Any,
-    old: Shard | None,
-    new: Shard | None,
-    tag: str,
-    overlap: bool = False,
-    fp8: Packed | None = None,
-    *,
-    start: bool,
-) -> Any:
-    """Make the move that forward makes with a value, at once or started."""
-    record = {"direction": "forward", "tag": tag}
-    return _move(x, BY_OP[op].forward, mesh, over, old, new, record, start=start, fp8=fp8)
-
-
 def _way_back(
     g: Tensor, op: str, mesh: Mesh, over: Any, old: Shard | None, new: Shard | None, tag: str, *_: Any, start: bool
 ) -> Any:
@@ -346,15 +309,13 @@ def _move(
     start: bool,
     fp8: Packed | None = None,
 ) -> Any:
-    if not start:
-        return _move_of(move, fp8)(x, mesh, over, old, new, record)
-    if mesh.members((over,) if isinstance(over, str) else over) == 1:
-        result = _move_of(move, fp8)(x, mesh, over, old, new, record)
-        return Started(Work(), lambda: result)
-    if fp8 is not None:
-        assert old is not None
-        return _start_packed(x, mesh, over, old, record, fp8)
-    return _STARTS[move](x, mesh, over, old, new, record)
+    """Make a move. fp8: it gathers in 8 bits."""
+    starts = start and mesh.members((over,) if isinstance(over, str) else over) > 1
+    if fp8 is None:
+        result: Any = (_STARTS if starts else _MOVES)[move](x, mesh, over, old, new, record)
+    else:
+        result = needed("fp8", "runtime", "all_gather")(x, mesh, over, old, record, fp8, start=starts)
+    return result if starts or not start else Started(Work(), lambda: result)
 
 
 def _forms(way: Callable[..., Any], *, start: bool) -> dict[str, Callable[..., Any]]:
@@ -365,4 +326,4 @@ def _forms(way: Callable[..., Any], *, start: bool) -> dict[str, Callable[..., A
 
 #: {conversion: function with its arguments}: its transpose, the transpose started, the conversion started.
 TRANSPOSED, TRANSPOSE_STARTED = _forms(_way_back, start=False), _forms(_way_back, start=True)
-FORWARD_STARTED = _forms(_one_way, start=True)
+FORWARD_STARTED = _forms(_convert, start=True)

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.runtime.ops.fp8.products import fp8_linear
+from shardc.optional import table
 
 aten = torch.ops.aten
 
 #: Products of an input and a weight: op -> the places of (input, weight, bias) among its arguments. The weight is
-#: [out, in] for linear, [in, out] else.
+#: [out, in] for linear, [in, out] else. Optional features add theirs.
 PRODUCTS: dict[Any, tuple[int, int, int]] = {
     aten.linear.default: (0, 1, 2),
     aten.addmm.default: (1, 2, 0),
     aten.mm.default: (0, 1, -1),
     aten.matmul.default: (0, 1, -1),
-    fp8_linear: (0, 1, -1),
+    **table("ops", "PRODUCTS"),
 }
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from shardc.errors import ShardcError
+from shardc.optional import table
 from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import OpOverload
 
@@ -36,8 +37,8 @@ def op_of(name: str) -> Callable[..., Any]:
     Raises ShardcError for any other text: programs may come from untrusted sources.
     """
     kind, _, rest = name.partition(".")
-    if kind == "ops" and rest in OPS:
-        return OPS[rest]
+    if kind == "ops" and (op := OPS.get(rest) or table("ops", "OPS").get(rest)) is not None:
+        return op
     path = name.removeprefix("torch.ops.").split(".")
     if kind != "ops" and len(path) == 3 and all(part.isidentifier() for part in path):
         op = getattr(getattr(getattr(torch.ops, path[0]), path[1], None), path[2], None)

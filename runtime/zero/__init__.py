@@ -4,7 +4,6 @@
                        graphs decide when each starts: shardc.passes.joint.write)
     buckets            all buckets of a rank: when each starts its sum, and when the sum is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
-    rounded_gather     gathers a bucket of parameters that are rounded to float8 before
     optimizer_check    tests on a small copy whether an optimizer may be sharded; steps it bucket by bucket
     optimizer_list     combines several optimizers in one; prefers fused ones on GPUs
     named_parameters   the argument of the user's `optimizer(params)`, and what replaces its parameters by shards

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from shardc.ir import stored as ir
 from shardc.ir.program import Program
+from shardc.optional import needed
 from shardc.runtime.mesh import Work
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Home
 from shardc.runtime.zero.flat_partition import Flat, FlatShard
-from shardc.runtime.zero.rounded_gather import RoundedGather
 from shardc.runtime.zero.trained_params import trained_params
 
 
@@ -85,7 +85,8 @@ class Bucket:
         self.other_axes = tuple(a for a in self.spec.axes if a != self.spec.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
         rounds = bool(self.spec.rounded) and not self.params_whole
-        self._rounded = RoundedGather(self.spec, self.flat, self.shards, mesh, self.tag) if rounds else None
+        args = self.spec, self.flat, self.shards, mesh, self.tag
+        self._rounded = needed("fp8", "runtime", "RoundedGather")(*args) if rounds else None
         self._trains: dict[str, bool] = {}
         self._flat_params: Tensor | None = None  # ZeRO 1 and 2: all parameters, as ops take them
         self._master: Tensor | None = None  # this rank's part, as stored
@@ -223,7 +224,7 @@ class Bucket:
         else:
             part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
         if self._rounded is not None:
-            started = self._rounded.start(part, self._slices(part), direction)
+            started: tuple[Tensor, Work] = self._rounded.start(part, self._slices(part), direction)
         else:
             whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
             work = self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)

@@ -336,8 +336,8 @@ class _Reader:
 
     def _resolve(self, path: tuple[str, ...], text: str, line: int) -> Any:
         of_ours = path[:1] == ("ops",) and len(path) == 2
-        if of_ours and path[1] in ops.__all__ and (self.joint or path[1] not in ops.OF_GRAPHS):
-            return getattr(ops, path[1])
+        if of_ours and (known := ops.named(path[1], joint=self.joint)) is not None:
+            return known
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)
         # only ops: other attributes of torch.ops load a library, or name the loaded files

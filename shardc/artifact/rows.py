@@ -32,7 +32,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.stored import Bucket, Buffer, Input, Param, Rounded
 from shardc.ir.type_text import parse, show
-from shardc.optional import FEATURES, registered
+from shardc.optional import FEATURES, table
 
 _TYPE = ("shape", "dtype", "layout")
 NOT_WRITTEN: dict[type, frozenset[str]] = {
@@ -137,7 +137,7 @@ def form(kind: Any) -> Any:
 
 def _of_features() -> Any:
     """Return the form of what optional features add to a program: an entry of each that has added something."""
-    stored = {n: hint for table in registered("program", "STORED") for n, hint in table.items()}
+    stored = table("program", "STORED")
     optional: dict[str, Any] = {name: (_form_of(hint), None) for name, hint in stored.items()}
     model = create_model("Features", __base__=Form, **optional)
 

@@ -2,15 +2,18 @@
 
 adapters        low-rank matrices beside frozen weights (LoRA)      generation   tokens after prompts
 matrices        optimizers over whole matrices, each with an owner  reshard      from one plan to another, in memory
+fp8             products of numbers of 8 bits
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 
-section     Sections: the sections of a spec that it adds, as pydantic fields; their values are in `Spec.sections`
+section     Sections: the sections of a spec that it adds (`Spec.sections`) or extends, as pydantic fields
             spans_layers: whether a spec has decisions that need all layers
 program     STORED: the type of what the feature puts into `Program.features`; faults: of these, in a compiled folder
             added: the program after a pass has added parameters; axes: over which an optimizer communicates
-passes      PASSES: the stage that each pass of the feature follows, and its own stage
-proof       wrong: what is wrong in a compiled program, for `Program.prove`
+ops         OPS: ops of programs, by name; PRODUCTS, JOINED, PACKED: which of them are of a kind that core knows
+rules       the rules of its ops: an import registers them
+passes      PASSES: the stage that each pass of the feature follows, and its own stage; DERIVATIVES; how_rounded
+proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
             StandIns: the parameters that optimizers get (shardc.runtime.state.owners); assumed_optimizer: for costs;
             messages: of a step; CAUSES: of these, by tag
@@ -19,6 +22,6 @@ A method of core that is a feature's alone (`engine.generate`) is a line there: 
 feature's function, or says that the feature is not installed. A forward that is not the model's own is a
 shardc.ir.outputs.OtherForward.
 
-section, program and runtime import what core's folders of the same names may import: no compiler on a rank. One
+section, program, ops and runtime import what core's folders of the same names may import: no compiler on a rank. One
 feature does not import another. Each has a page in docs/how-to and tests in tests/features.
 """

@@ -20,10 +20,9 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.units import seconds, size
 from shardc.layer_names import note_lines
-from shardc.optional import registered
+from shardc.optional import needed, registered
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
-from shardc.runtime.zero.rounded_gather import scale_bytes
 
 if TYPE_CHECKING:
     from shardc.cost import Cost
@@ -111,8 +110,8 @@ def _of_stages(program: Program, at: int | None) -> Iterator[Sent]:
                 times, again = 1 if b.keep else m, 0 if b.keep else m * gathered_again(stage, str(node.args[1]))
                 yield Sent(c.axes, c.kind, "forward", c.cause, c.forward_bytes, times, number)
                 yield Sent(c.axes, c.kind, "backward", c.cause, c.forward_bytes, again, number)
-                scales = scale_bytes(b, Flat.of(program, b), program.mesh.names) if b.rounded else {}
-                for axes, nbytes in scales.items():
+                scales = needed("fp8", "runtime", "scale_bytes") if b.rounded else lambda *_: {}
+                for axes, nbytes in scales(b, Flat.of(program, b), program.mesh.names).items():
                     yield Sent(axes, "all_reduce", "forward", f"{c.cause}: scales", nbytes, times, number)
                     yield Sent(axes, "all_reduce", "backward", f"{c.cause}: scales", nbytes, again, number)
 

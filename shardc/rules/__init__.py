@@ -1,13 +1,14 @@
 """Define the rules of all ops, one line each, in factor notation (docs/explanation/algebra.md).
 
-Importing this package registers all of them. core: what rules are made of.
+Importing this package registers all of them, also those of optional features. core: what rules are made of.
 
 Rules, one file per family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention,
-experts, recurrent, random, fourier, softmax, loss, fp8. attention_methods: what `sequence: {method: ...}` allows.
+experts, recurrent, random, fourier, softmax, loss. attention_methods: what `sequence: {method: ...}` allows.
 """
 
 from importlib import import_module
 
+from shardc.optional import registered
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import RULES, LocalCall, Rule, find, rule
@@ -22,7 +23,6 @@ FAMILIES = (
     "create",
     "experts",
     "fourier",
-    "fp8",
     "index",
     "linalg",
     "loss",
@@ -38,3 +38,5 @@ FAMILIES = (
 )
 for _family in FAMILIES:
     import_module(f"{__name__}.{_family}")
+for _ in registered("rules", "__name__"):  # their import registers them
+    pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,17 +45,6 @@ def experts(call: Call) -> Signature:
     return call.fit(_dims(call), [["t", "o"]], p=read(call.arg(ACTIVATION, "activation")).parts)
 
 
-def rounded(call: Call) -> Signature:
-    """Split experts whose products round rows; keep `o` whole, and do not pad `i`.
-
-    An activation may turn padding in `i` into a nonzero, which could be the largest value of a row.
-    """
-    dims = _dims(call)
-    ups, downs = (["" if d == left_out else d for d in dims[at]] for at, left_out in ((UP, "h!"), (DOWN, "i+")))
-    parts = read(call.arg(ACTIVATION, "activation")).parts
-    return replace(call.fit([*dims, ups, downs], [["t", "o!"]], p=parts), unpadded=frozenset("i"))
-
-
 def _bias(call: Call, position: int) -> int | None:
     """Return the operand index of a bias, or None."""
     bias = call.arg(position, "")
@@ -81,18 +70,16 @@ def flops(call: Call) -> int:
     return 2 * t * k * sum(math.prod(call.operands[i].shape[1:]) for i in (UP, DOWN))
 
 
-def local(call: LocalCall) -> fx.Node:
-    """Rewrite split experts as routing, exchange, products, exchange and weighted sum, one op each."""
-    shards = call.inputs[UP].shards(0)
-    rounded = call.call.target is ops.fp8_experts
-    over = call.mesh.merge(call.split("i")) if rounded else ()
-    nbytes = 4 * math.prod(call.inputs[INDEX].local_shape(call.call.operands[INDEX].shape, call.mesh))
-    scales = Collective("all_reduce", "all_reduce", over, nbytes, "the scale of values that are split")
-    finds: dict[str, Any] = {"collective": scales} if over else {}
+def local(
+    call: LocalCall, apply: Callable[..., Any] = ops.experts_apply, more: tuple[Any, ...] = (), **options: Any
+) -> fx.Node:
+    """Rewrite split experts as routing, exchange, products, exchange and weighted sum, one op each.
+
+    apply: the op of the products; more: its last arguments, as of the whole op; options: of their `LocalCall.emit`.
+    """
+    shards, tag = call.inputs[UP].shards(0), {"tag": ""} if more else {}
     if not shards:
-        if not over:
-            return call.same()
-        return call.emit(ops.fp8_experts, (*call.args, call.mesh_node, over), {"tag": ""}, **finds)
+        return call.emit(call.call.target, (*call.args, *more), {**call.kwargs, **tag}, **options)
     axes = call.mesh.merge(call.axes("exchange"))
     x, index, weights, up, down, up_bias, down_bias, activation, *rest = call.args
     types = call.call.operands
@@ -125,10 +112,8 @@ def local(call: LocalCall) -> fx.Node:
     route = call.emit(ops.experts_route, where, {"tag": ""}, value=(pairs, counts), collective=sends(counts))
     order, numbers = part(route, 0, pairs), part(route, 1, counts)
     sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))
-    apply = ops.fp8_experts_apply if rounded else ops.experts_apply
-    more: tuple[Any, ...] = (call.mesh_node, over) if over else ()
     apply_to = (sent, numbers, up, down, up_bias, down_bias, activation, *rest, *more)
-    result = call.emit(apply, apply_to, {"tag": ""} if over else {}, value=results, **finds)
+    result = call.emit(apply, apply_to, tag, value=results, **options)
     back = (
         call.emit(ops.experts_return, (result, numbers, mesh, axes), {}, value=results, collective=sends(results))
         if axes
@@ -141,4 +126,3 @@ rule(
     ops.experts_keep, "... t! k! -> ... t! k!"
 )  # it selects the first of all tokens: their indices are gathered, not the tokens
 rule(ops.experts, experts, linear=linear, added=(DOWN_BIAS, UP_BIAS), local=local, extra=exchange, flops=flops)
-rule(ops.fp8_experts, rounded, local=local, extra=exchange, flops=flops, whole_grad=True)

@@ -88,15 +88,16 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
     if kind == "extra_forbidden":
         known = [n for n, f in section.model_fields.items() if not f.validation_alias]
         inside = f" in `{dotted(path[:-1])}`" if len(path) > 1 else ""
-        fault = f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}"
+        noun = "key" if inside else "section"
+        fault = f"unknown {noun} {say(path[-1])}{inside}"
         if path == ("lower",):
             return (
                 "the section `lower` was removed: each training step runs a forward and a backward graph",
                 "leave it out; its options are those of `execution`, e.g. `execution: {compile: layers}`",
             )
-        if len(path) == 1 and (feature := optional.missing(path[0])):
-            fault = f"the section {say(path[0])} belongs to the feature {feature}, which is not installed"
-            return fault, f"install shardc with shardc/features/{feature}, or leave the section out"
+        if feature := optional.missing(dotted(path)):
+            fault = f"the {noun} {say(path[-1])}{inside} belongs to the feature {feature}, which is not installed"
+            return fault, f"install shardc with shardc/features/{feature}, or leave the {noun} out"
         homes = [name for name, f in whole_form().model_fields.items() if path[-1] in _keys(f.annotation)]
         if homes and not nearest(str(path[-1]), known):
             return fault, f"it is a key of {' and of '.join(f'`{h}`' for h in homes)}"

@@ -24,6 +24,10 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "shardc.compile(model, batch, spec | {'freeze': {}})",
         ],
     ),
+    "fp8": (
+        {"precision": {"products": "mxfp8"}},
+        ["shardc.compile(model, batch, spec | {'precision': {'products': 'mxfp8'}})"],
+    ),
     "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
     "generation": ({}, ["loopback(one.mesh, lambda mesh: one.engine(model, mesh=mesh).generate([[1, 2]]))"]),
 }

@@ -1,16 +1,16 @@
 """Rounding to float8, and its messages, are the CPU's bit for bit.
 
-Products by torch's kernels are those of 16 bits. (A CPU's: tests/passes/test_products.py.)"""
+Products by torch's kernels are those of 16 bits. (A CPU's: tests/features/fp8/test_passes.py.)"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8 import kernel as fp8_kernel
-from shardc.runtime.ops.fp8 import products as fp8_products
-from shardc.runtime.ops.fp8.recipe import RECIPES
+from shardc.features.fp8 import kernel as fp8_kernel
+from shardc.features.fp8 import products as fp8_products
+from shardc.features.fp8 import rounding as fp8
+from shardc.features.fp8.recipe import RECIPES
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -27,7 +27,7 @@ def test_rounding_is_the_cpus(device: str, granule: tuple[int, int], format: str
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = x.clone().requires_grad_()
         y = fp8.fp8_round(x, fp8.fp8_amax(x, granule), format, granule)
-        sent = fp8.unpacked(fp8.packed(y.detach(), format, granule), y.detach(), format, granule)
+        sent = fp8.unpacked(fp8.fp8_pack(y.detach(), format, granule), y.detach(), format, granule)
         rows = fp8.fp8_amax(x.detach().t(), (1, 0))
         (g,) = torch.autograd.grad(fp8.fp8_grad(y, rows, format, granule), x, y.detach())
         return y.detach().cpu(), sent.cpu(), g.cpu()

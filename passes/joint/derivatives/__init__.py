@@ -2,15 +2,15 @@
 
     traced       an op of torch, or one of shardc that consists of such ops: the ops that autograd runs for it,
                  recorded on tensors without data
-    transposed   a linear op of shardc (conversions, exchanges of experts, dropout, casts of weights, zeros in padding,
-                 rounding to float8): its backward is an op of the gradient
-    product      a product beside a collective, or of 8 bits: its gradients are products
+    transposed   a linear op of shardc (conversions, exchanges of experts, dropout, casts of weights, zeros in padding):
+                 its backward is an op of the gradient
+    product      a product beside a collective: its gradients are products
     opaque       all others, as one op, with its backward as one op (shardc.runtime.ops.opaque): ops of shardc in no
                  set below; ops with a torch kernel for each kind of device; ops that cannot be traced
 
 rule: what a derivative is; rank: the rank on which calls run; template: a call without its graph, equal for calls of
-equal layers; record: runs one call under autograd on tensors without data, and records what torch runs; fp8: the
-derivatives of products of 8 bits.
+equal layers; record: runs one call under autograd on tensors without data, and records what torch runs. Optional
+features bring the derivatives of their ops.
 
 Autograd adds the gradients of a value one after the other, in the order in which it reaches the ops that use it. A sum
 of three depends on that order. So a rule adds to the gradient that an operand already has (p), as autograd does.
@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program
-from shardc.passes.joint.derivatives.fp8 import product, rounded
+from shardc.optional import table
 from shardc.passes.joint.derivatives.opaque import opaque
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.derivatives.record import Type, memory_of
@@ -62,10 +62,9 @@ _BY_DEVICE_AND_DTYPE = {aten.softmax.int, aten.log_softmax.int}
 _OF_TORCH = {ops.log_sum, ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops.partial_mean}
 #: Ops whose results are known by type only: they read buckets, step totals or random numbers.
 _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summed, ops.random}
-#: Ops whose results have as many rows as the router decides.
-_RAGGED = {ops.experts_route, ops.experts_send, ops.experts_apply, ops.fp8_experts_apply, ops.experts_return}
+#: Ops whose results have as many rows as the router decides; so have results of ops on these.
+_RAGGED = {ops.experts_route, ops.experts_send}
 
-_OF_8_BITS = {ops.fp8_round: rounded, ops.fp8_grad: rounded, ops.fp8_linear: product}
 _PARTS = {"whole": None, "data": of_data, "weights": of_weights, "begin": begun, "wait": waited}
 
 
@@ -141,7 +140,7 @@ class Rules:
         key = (part, call.key, request)
         if key not in self._rules:
             by_hand = transposed if call.target in CONVERTED or call.target in LINEAR | EXCHANGES.keys() else None
-            by_hand = _OF_8_BITS.get(call.target) or _PARTS[part] or by_hand
+            by_hand = table("passes", "DERIVATIVES").get(call.target) or _PARTS[part] or by_hand
             of_torch = isinstance(call.target, OpOverload)
             rule = _RULES.get(key) if of_torch else None
             if rule is None:

@@ -18,10 +18,6 @@ from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Template
 from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.runtime import ops
-from shardc.runtime.ops.opaque import OPS
-
-#: Ops whose gradients nobody holds. (A user's autograd function may return the same buffer in each step.)
-_OURS = set(OPS.values())
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,8 @@ def opaque(rank: Rank, call: Template, request: Request, types: Sequence[Type | 
     kinds: list[Type | None] = [None] * len(request.operands)
     for n, k in enumerate(needs):
         i, t = places[k], saved.grads[n]
-        fresh = bool(saved.fresh) and saved.fresh[n] and call.target in _OURS
+        # (a user's autograd function may return the same buffer in each step)
+        fresh = bool(saved.fresh) and saved.fresh[n] and ops.named(call.target.__name__, joint=False) is call.target
         of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t, fresh)), t
     return Rule(
         tuple(w.lines[:split]),

@@ -2,5 +2,5 @@
 
 op            the op in a captured graph
 parallel      sends tokens to experts and back
-products      what experts compute, by grouped_mm and activation; fp8: of factors of 8 bits
+products      what experts compute, by grouped_mm and activation
 """

@@ -120,7 +120,8 @@ class Generator:
 
     def _call(self, prompts: Prompts, options: Options, begins: Begins) -> _Call:
         spec = self.program.spec
-        if spec is not None and (products := spec.precision.products) is not None and not products.by_rows:
+        products = getattr(spec.precision, "products", None) if spec is not None else None
+        if spec is not None and products is not None and not products.by_rows:
             fault = (
                 f"products: {products.recipe} has one scale for all tokens that are computed at once: the result of a "
                 "prompt would depend on the other prompts, and on how many of its tokens are in the cache"

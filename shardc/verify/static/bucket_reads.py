@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardc.ir.graph import operands_of, producer_of
-from shardc.ir.stored import Bucket, Rounded
+from shardc.ir.graph import producer_of
+from shardc.ir.stored import Bucket
+from shardc.optional import needed
 from shardc.runtime import ops
-from shardc.runtime.ops.fp8.recipe import RECIPES
-from shardc.verify.static.statement import Claim
 
 if TYPE_CHECKING:
     from shardc.verify.static.text import Text
@@ -67,39 +66,4 @@ def parameter(text: Text, node: fx.Node) -> None:
         elif not bucket.rounded:
             text.claim(node, replace(claim, of=of))
         else:
-            _rounded(text, node, replace(claim, of=of), bucket.rounded[index])
-
-
-def _rounded(text: Text, node: fx.Node, claim: Claim, how: Rounded) -> None:
-    """Claim a parameter that is rounded before it is gathered.
-
-    Every op of the model that reads it must round it in this way, or compute its scale (rounding changes no scale).
-    """
-    readers = [n for n in text.model.graph.nodes if n.op == "call_function" and claim.of in operands_of(n)]
-    rounds = [n for n in readers if rounds_so(n, claim.of, how)]
-    scales = [n for n in readers if n.target is ops.fp8_amax and tuple(n.args[1]) == how.granule]
-    other = [n for n in readers if n not in rounds and n not in scales]
-    split = {a for a, s in claim.layout.shards() if how.granule[s.dim] == 0}
-    if other or not rounds:
-        fault = f"{other[0].name} reads it otherwise" if other else "the model does not round it"
-        text.wrong[node] = f"it is rounded to float8 before it is gathered, and {fault}"
-    elif split != set(text.mesh.digits(*how.axes)):
-        over = ", ".join(sorted(split)) or "no axis"
-        text.wrong[node] = f"its scales are compared over {how.axes}, and what has one scale is split over {over}"
-    else:
-        text.claim(node, claim)
-
-
-def rounds_so(reader: fx.Node, x: fx.Node, how: Rounded) -> bool:
-    """Return whether an op of the model rounds x in this way, and does nothing else with it."""
-    if reader.target is ops.fp8_experts:
-        granule = (1, 0, 1) if reader.args[8] else (1, 1, 0)
-        weight = x in reader.args[3:5] and sum(a is x for a in reader.args) == 1
-        return weight and (how.format, how.granule) == ("e4m3", granule)
-    if reader.target is ops.fp8_linear:
-        recipe, transposed = RECIPES[str(reader.args[3])], len(reader.args) > 4 and bool(reader.args[4])
-        return reader.args[1] is x is not reader.args[0] and (how.format, how.granule) == (
-            "e4m3",
-            recipe.of_weight(transposed),
-        )
-    return False
+            needed("fp8", "proof", "rounded")(text, node, replace(claim, of=of), bucket.rounded[index])

@@ -13,6 +13,7 @@ from shardc.ir.conversions import BY_OP, Conversion
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Shard
+from shardc.optional import table
 from shardc.runtime import ops
 from shardc.verify.static.statement import NAMES, Claim, normal, on_axis
 
@@ -31,11 +32,9 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     claim: of its operand; value: what the operand is a part of, with its global shape.
     """
     row, over = ROWS[node.target], node.args[2]
-    sent: Any = node.kwargs.get("fp8")
-    if sent is not None:
-        of = claim.of
-        how = sent[0], tuple(sent[1])  # format and granule as a call writes them
-        if row.forward != "all_gather" or of.target is not ops.fp8_round or tuple(of.args[2:4]) != how:
+    if (sent := node.kwargs.get("fp8")) is not None:
+        packed = table("ops", "PACKED").get(claim.of.target)
+        if row.forward != "all_gather" or packed is None or packed(*claim.of.args) != (sent[0], tuple(sent[1])):
             raise WrongError(f"{row.op} sends 8 bits of what is not rounded to {sent}")
     axes: Any = over if isinstance(over, tuple | list) else (over,)
     digits = tuple(node.args[3:])

@@ -20,6 +20,7 @@ from shardc.ir.graph import value_of
 from shardc.ir.mesh import MICROBATCH
 from shardc.ir.metadata import Value
 from shardc.ir.placement import REPLICATE, Layout, Partial
+from shardc.optional import table
 from shardc.runtime import ops
 from shardc.verify.static import bucket_reads
 from shardc.verify.static.conversion_types import ROWS, WrongError, converted
@@ -60,11 +61,8 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
         _maximum(text, user, claim)
     elif target is ops.fill_padding:
         _fill(text, user, claim)
-    elif target is ops.fp8_pack and len(user.args) < 4:  # with more, it is the model's `fp8_round`: see `Text.line`
-        if claim.of.target is ops.fp8_round and frozen(user.args[1:], {}) == frozen(claim.of.args[2:], {}):
-            text.explained.add(user)
-        else:
-            text.unfit[user] = "it makes 8 bits of what is not rounded to them"
+    elif target in table("proof", "FOLLOWED"):
+        table("proof", "FOLLOWED")[target](text, user, claim)
     elif target is ops.cast_once:
         cast = text.model.cast(claim.of, user.args[2])
         if cast is not None:

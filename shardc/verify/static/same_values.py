@@ -19,9 +19,9 @@ from torch import fx
 from shardc.ir.graph import calls, producer_of, value_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
+from shardc.optional import table
 from shardc.rules.core.choices import Choices, choices_of
 from shardc.runtime import ops
-from shardc.runtime.ops.fp8.recipe import RECIPES, along
 from shardc.verify.static import op_types
 from shardc.verify.static.statement import mesh_of
 
@@ -30,6 +30,8 @@ aten = torch.ops.aten
 _ASIDE = {"tag", "overlap"}
 #: Ops that return their operand.
 SAME = {aten.alias.default}
+#: Ops that read a loss's statistics, with the place of this argument.
+_READS_STATISTICS = dict.fromkeys((ops.nll_top, ops.nll_exp, ops.nll_alone), 0)
 
 
 class Model:
@@ -106,24 +108,13 @@ def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
 
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], one: Mapping[fx.Node, fx.Node]) -> Any:
     named = {k: v for k, v in kwargs.items() if k not in _ASIDE}
-    if target is ops.fp8_linear and len(args) > 5 and (x := packed_input(args[5], args[0], args[3], one)) is not None:
-        args = (x, *args[1 : 5 if args[4] else 4])  # the same key for each form of its input
+    if target in (forms := table("proof", "SAME_CALL")):
+        args = forms[target](args, one)
     return target, frozen(args, one), frozen(named, one)
-
-
-def packed_input(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
-    """Return a product's rounded input: x, or `kept` if it packs unrounded values; None for other bytes."""
-    if not isinstance(kept, fx.Node) or kept.target is not ops.fp8_pack:
-        return None
-    of, format, granule, *amax = kept.args
-    how = format, tuple(granule)  # type: ignore[arg-type]
-    if frozen(of, one) is not frozen(x, one) or how != ("e4m3", along(RECIPES[recipe].x, len(how[1]))):
-        return None
-    return kept if amax else one.get(x, x)
 
 
 def misreads(node: fx.Node) -> bool:
     """Return whether an op reads bytes of 8-bit numbers, or a loss's statistics, as values."""
-    kept = node.args[5:6] if node.target is ops.fp8_linear else ()
-    kept = node.args[:1] if node.target in (ops.nll_top, ops.nll_exp, ops.nll_alone) else kept
-    return any(x.target in (ops.fp8_pack, ops.linear_nll) and x not in kept for x in node.all_input_nodes)
+    read = [x for x in node.all_input_nodes if x.target is ops.linear_nll or x.target in table("proof", "BYTES")]
+    at = (_READS_STATISTICS | table("proof", "READS_BYTES")).get(node.target) if read else None
+    return any(at is None or x not in node.args[at : at + 1] for x in read)

@@ -21,6 +21,7 @@ from torch import fx
 from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Partial, PartialGrad, Placement
+from shardc.optional import table
 from shardc.rules.core.choices import Choices
 from shardc.runtime import ops
 from shardc.verify.static import chunked_loss, op_types
@@ -211,7 +212,7 @@ class Text:
         for line, touched, layouts in shown or matches:
             for node in touched:
                 self.explained.update(self.twins[self.one[node]])
-            for node in (line, *self._as_bytes(line)):
+            for node in (line, *self._as_bytes(line.target, line.args, line.kwargs)):
                 self._result(call, node, layouts)
         if not matches and call.target in _PLUS and len(forms) == 1:
             return self._plus_number(call, *forms[0])
@@ -220,18 +221,15 @@ class Text:
     def line(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Return the line that is this call. Raises LookupError if there is none."""
         key = call_key(target, args, kwargs, self.one)
-        if target is ops.fp8_round and key not in self.by_call:  # the text may round and pack in one line
-            x, amax, format, granule = args
-            key = call_key(ops.fp8_pack, (x, format, granule, amax), kwargs, self.one)
-        return self.by_call[key]
+        return self.by_call[key] if key in self.by_call else self._as_bytes(target, args, kwargs)[0]
 
-    def _as_bytes(self, line: fx.Node) -> list[fx.Node]:
-        """Return the `fp8_pack` line beside an `fp8_round` line, if there is one: a product may read bytes."""
-        if line.target is not ops.fp8_round:
+    def _as_bytes(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[fx.Node]:
+        """Return the line that computes a call's result as bytes, if there is one: it may be instead or beside."""
+        if (as_bytes := table("proof", "AS_BYTES").get(target)) is None:
             return []
-        x, amax, format, granule = line.args
-        also = self.by_call.get(call_key(ops.fp8_pack, (x, format, granule, amax), line.kwargs, self.one))
-        return [also] if also is not None else []
+        target, args = as_bytes(*args)
+        line = self.by_call.get(call_key(target, args, kwargs, self.one))
+        return [line] if line is not None else []
 
     def _shows(self, line: fx.Node, layouts: tuple[Layout, ...]) -> bool:
         """Return whether the text shows these layouts for a line's results (several may fit a constant)."""

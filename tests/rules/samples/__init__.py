@@ -12,3 +12,4 @@ __all__ = ["RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "call", "sample",
 
 for _family in FAMILIES:
     import_module(f"{__name__}.{_family}")
+import_module("tests.features.fp8.samples")

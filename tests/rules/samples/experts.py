@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from shardc.rules.core.sample_calls import Arguments, Tensors
 from shardc.runtime import ops
 from tests.rules.making import call, sample
-from tests.rules.samples.fp8 import with_amax
 
 GATED = "a, b = halves(x); c = silu(a); mul(c, b)"
 STRIPED = "a, b = stripes(x); c = sigmoid(a); d = add(b, 1); mul(c, d)"
@@ -37,20 +34,4 @@ sample(
         True,
     ),
     unequal,
-)
-
-
-def _fp8(
-    t: Tensors, x: Tensor, index: Tensor, activation: str, transposed: bool, up: Tensor, down: Tensor
-) -> Arguments:
-    granule = (1, 0, 1) if transposed else (1, 1, 0)
-    (up, up_amax), (down, down_amax) = with_amax(t, up, granule), with_amax(t, down, granule)
-    router = t.real(*index.shape)
-    return call(x, index, router, up, down, None, None, activation, transposed, up_amax, down_amax)
-
-
-sample(
-    ops.fp8_experts,
-    lambda t: _fp8(t, t.real(4, 3), t.index(12, 4, 2), GATED, False, t.real(12, 8, 3), t.real(12, 3, 4)),
-    lambda t: _fp8(t, t.real(6, 2), t.orders(4, 6, 3), STRIPED, True, t.real(4, 2, 12), t.real(4, 6, 2)),
 )

@@ -100,7 +100,7 @@ def test_wide_indices_are_wide() -> None:
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
-    with interpreted("dropout.kernel") as module:
+    with interpreted("shardc.runtime.ops.dropout.kernel") as module:
         yield module
 
 

@@ -53,10 +53,10 @@ def test_dropout(compiled: list[Any], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weighted", "kind"), [(False, "values"), (False, "packed"), (True, "values"), (True, "bytes")], ids=str
+    ("weighted", "kind"), [(False, "values"), (False, "packed"), (True, "values"), (True, "packed")], ids=str
 )
 def test_float8(compiled: list[Any], weighted: bool, kind: str) -> None:
-    from shardc.runtime.ops.fp8.cast_kernel import cast
+    from shardc.features.fp8.cast_kernel import cast
 
     x, amax = torch.ones(64, 256, dtype=torch.bfloat16), torch.ones(64, 1)
     weights = torch.ones(256) if weighted else None
@@ -65,6 +65,6 @@ def test_float8(compiled: list[Any], weighted: bool, kind: str) -> None:
 
 
 def test_the_largest_of_each_row(compiled: list[Any]) -> None:
-    from shardc.runtime.ops.fp8.cast_kernel import largest
+    from shardc.features.fp8.cast_kernel import largest
 
     largest(torch.ones(64, 256), torch.ones(256))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.features.fp8.recipe import RECIPES, along
 from shardc.ir.placement import Partial, PartialGrad, Placement, Replicate, Shard
 from shardc.ir.shard_chunks import chunks
 from shardc.runtime.mesh.loopback import LoopbackMesh
-from shardc.runtime.ops.fp8.recipe import RECIPES, along
 from tests.differentiable import ops
 from tests.runtime.ops.definitions import RANKS, close, numbers, of, on_ranks, strided
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shardc.runtime.ops import fp8
+from shardc.features.fp8 import rounding
+from shardc.features.fp8.casts import exponents, scaled
 from shardc.runtime.ops.experts import activation as expert_activation
 from shardc.runtime.ops.experts.grouped_mm import Groups, grad_of_rows, grad_of_weight, product
 from shardc.runtime.ops.experts.parallel import experts_combine, experts_route, experts_send, rows_by_expert
-from shardc.runtime.ops.fp8.casts import exponents, scaled
 from shardc.runtime.ops.with_backward import with_backward
 
 
@@ -69,7 +69,7 @@ def fp8_experts_apply(
 
     def layer(x: Tensor, weight: Tensor, amax: Tensor, over: tuple[str, ...]) -> Tensor:
         granule = (1, 0, 1) if transposed else (1, 1, 0)
-        rounded = fp8.fp8_round(weight, amax, "e4m3", granule)
+        rounded = rounding.fp8_round(weight, amax, "e4m3", granule)
         y: Tensor = with_backward(_grouped, _grouped_backward, x, rounded, groups, transposed)
         if y.requires_grad:
             scales = groups.rows_of(exponents(amax.reshape(amax.shape[0], -1), "e4m3"))
@@ -78,10 +78,10 @@ def fp8_experts_apply(
 
     first = layer(rows, up, up_amax, axes)
     between = expert_activation.read(activation)(first)
-    amax = fp8.fp8_amax(between, (1, 0))
+    amax = rounding.fp8_amax(between, (1, 0))
     if axes:
         amax = mesh.all_reduce(amax, axes, op="max", direction="forward", tag=tag)
-    return layer(fp8.fp8_round(between, amax, "e4m3", (1, 0)), down, down_amax, ())
+    return layer(rounding.fp8_round(between, amax, "e4m3", (1, 0)), down, down_amax, ())
 
 
 def _grouped(rows: Tensor, weight: Tensor, groups: Groups, transposed: bool) -> tuple[Tensor, tuple[Any, ...]]:
@@ -99,7 +99,7 @@ def _grouped_backward(
 def _round_grad(needs: Any, g: Tensor, scales: Tensor, mesh: Any, axes: tuple[str, ...], tag: str) -> tuple[Tensor]:
     """Round a gradient by rows, with the scales of its expert's weight in it (see `fp8_grad`)."""
     g = scaled(g, -scales, (1, 1))
-    amax = fp8.fp8_amax(g, (1, 0))
+    amax = rounding.fp8_amax(g, (1, 0))
     if axes:
         amax = mesh.all_reduce(amax, axes, op="max", direction="backward", tag=tag)
-    return (scaled(fp8.fp8_round(g, amax, "e4m3", (1, 0)), scales, (1, 1)),)
+    return (scaled(rounding.fp8_round(g, amax, "e4m3", (1, 0)), scales, (1, 1)),)

@@ -10,8 +10,8 @@
              y_biased = add(y_fp8, b)
 
 The pass edits the graph of one device, so one device computes the same, and later passes split it like any other ops.
-Rounded values keep their dtype, which loses nothing (shardc.runtime.ops.fp8). They are sent and kept as 8 bits, and
-multiplied as 8 bits where a kernel exists (shardc.runtime.ops.fp8.products). The pass runs before placement, because
+Rounded values keep their dtype, which loses nothing (rounding). They are sent and kept as 8 bits, and
+multiplied as 8 bits where a kernel exists (products). The pass runs before placement, because
 the largest values of split granules must be compared over ranks, and after all passes that match layers by shape.
 """
 
@@ -25,17 +25,27 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors, ShardcError
+from shardc.features.fp8 import section
+from shardc.features.fp8.experts import fp8_experts, fp8_experts_apply
+from shardc.features.fp8.packed_inputs import PackedInputs
+from shardc.features.fp8.products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear
+from shardc.features.fp8.recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
+from shardc.features.fp8.rounding import fp8_amax, fp8_grad, fp8_round, fp8_round_grad, granules
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
 from shardc.ir.metadata import Value
 from shardc.ir.patterns import names_weight
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Param, Rounded
+from shardc.passes import Entry
 from shardc.passes.base import Pass
+from shardc.passes.joint.derivatives.rank import Rank
+from shardc.passes.joint.derivatives.record import Ref, Type
+from shardc.passes.joint.derivatives.rule import Request, Rule
+from shardc.passes.joint.derivatives.template import Template
+from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors
-from shardc.runtime.ops.fp8 import granules
-from shardc.runtime.ops.fp8.recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
 from shardc.spec.names import Names
 
 aten = torch.ops.aten
@@ -50,13 +60,13 @@ class Products(Pass):
     """Rounds what the chosen linear layers multiply. Notes the layers that it leaves as they are, and why."""
 
     def applies(self, program: Program) -> bool:
-        return self.spec.precision.products is not None
+        return section.of(self.spec) is not None
 
     def run(self, program: Program) -> Program:
-        products = self.spec.precision.products
+        products = section.of(self.spec)
         assert products is not None
         where = self.spec.where(("precision", "products"))
-        self._check(program, where)
+        self._check(products, program, where)
         graph = copy_graph(program.graph)
         writer = _Writer(graph, products.recipe)
         left: dict[str, list[str]] = {}
@@ -85,10 +95,8 @@ class Products(Pass):
             notes.append(f"{where}: {products.recipe} found no linear layer to compute in 8 bits")
         return replace(program, graph=graph, notes=(*program.notes, *notes))
 
-    def _check(self, program: Program, where: str) -> None:
+    def _check(self, products: section.Products, program: Program, where: str) -> None:
         """Raise ShardcError for settings that change one device's numbers, and for patterns without a match."""
-        products = self.spec.precision.products
-        assert products is not None
         if self.spec.precision.compute == "float16":
             fault = (
                 f"products: {products.recipe} with compute: float16, which has no numbers for float8 times its scale"
@@ -103,10 +111,8 @@ class Products(Pass):
             raise ShardcError(fault, where=where, fix="write fp8-rowwise or mxfp8, or microbatches: 1")
         errors = Errors()
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
-        patterns = [text.removeprefix("!") for text in products.match]
-        names.check_weights(
-            ((("precision", "products"), x, False) for x in patterns if x != "*"), self.spec.where, errors
-        )
+        sections = section.Sections.model_construct(precision=self.spec.precision)
+        names.check_weights(sections.patterns(), self.spec.where, errors)
         errors.raise_any()
 
 
@@ -207,11 +213,11 @@ class _Writer:
         with self.graph.inserting_before(node):
             x8 = self._round(x, along(recipe.x, len(value_of(x).shape)), node)
             amax = self._amax(w, recipe.of_weight(transposed), node)
-        node.target, node.args = ops.fp8_linear, (x8, w, amax, self.name, *([True] if transposed else []))
+        node.target, node.args = fp8_linear, (x8, w, amax, self.name, *([True] if transposed else []))
         y, name = node, node.name
         if v.requires_grad:
             how = recipe.gradient, along(recipe.grad, len(v.shape))
-            y = self._behind(y, ops.fp8_grad, (y, amax if recipe.rows else None, *how), f"{name}_fp8")
+            y = self._behind(y, fp8_grad, (y, amax if recipe.rows else None, *how), f"{name}_fp8")
         if bias is not None:
             y = self._behind(y, aten.add.Tensor, (y, bias), f"{name}_biased")
         for user in users if y is not node else ():
@@ -229,21 +235,21 @@ class _Writer:
         with self.graph.inserting_before(node):
             x8 = self._round(x, (1, 0), node)
             scales = (self._amax(up, granule, node), self._amax(down, granule, node))
-        node.target, node.args = ops.fp8_experts, (x8, *node.args[1:TRANSPOSED], transposed, *scales)
+        node.target, node.args = fp8_experts, (x8, *node.args[1:TRANSPOSED], transposed, *scales)
 
     def _amax(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
         """Return the granules' largest values, computed once for all products that take x."""
         if (x, granule) not in self.found:
             v = value_of(x)
             scales = Value(granules(v.shape, granule), torch.promote_types(v.dtype, torch.float32), False)
-            self.found[x, granule] = self._call(ops.fp8_amax, (x, granule), f"{x.name}_amax", scales, product)
+            self.found[x, granule] = self._call(fp8_amax, (x, granule), f"{x.name}_amax", scales, product)
         return self.found[x, granule]
 
     def _round(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
         """Return the rounded value, computed once for all products that take x."""
         if (x, granule, "e4m3") not in self.found:
             args = (x, self._amax(x, granule, product), "e4m3", granule)
-            self.found[x, granule, "e4m3"] = self._call(ops.fp8_round, args, f"{x.name}_fp8", value_of(x), product)
+            self.found[x, granule, "e4m3"] = self._call(fp8_round, args, f"{x.name}_fp8", value_of(x), product)
         return self.found[x, granule, "e4m3"]
 
     def _behind(self, y: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
@@ -255,3 +261,70 @@ class _Writer:
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         new.meta = {"value": value, "source": source_of(like)}
         return new
+
+
+# --- what later passes ask: how a parameter is rounded (at ZeRO 3 then before it is gathered); derivatives
+
+#: Ops that round the weights that they read: argument places of (weight, its largest values).
+WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
+    fp8_linear: ((1, 2),),
+    fp8_experts: ((3, 9), (4, 10)),
+    fp8_experts_apply: ((2, 8), (3, 9)),
+}
+
+
+def how_rounded(reader: fx.Node, x: fx.Node) -> Rounded | None:
+    """Return how an op that reads x rounds it; None if it does something else with it."""
+    amax: Any = reader if reader.target is fp8_amax else _largest(reader, x)
+    if amax is None or sum(a is x for a in reader.args) != 1:
+        return None
+    of = amax.args[0] if amax.target is ops.all_reduce_max else amax
+    whole = next((u for u in of.users if u.target is ops.all_reduce_max), of)
+    if of.target is not fp8_amax or of.args[0] is not x or not any(_largest(u, x) is whole for u in whole.users):
+        return None
+    return Rounded("e4m3", tuple(of.args[1]), tuple(whole.args[2] if whole is not of else ()))
+
+
+def _largest(reader: fx.Node, x: fx.Node) -> Any:
+    """Return the largest values by which an op rounds x; None if it does not."""
+    return next((reader.args[at] for weight, at in WEIGHTS.get(reader.target, ()) if reader.args[weight] is x), None)
+
+
+def _rounded(rank: Rank, call: Template, request: Request) -> Rule:
+    """Return the rule of `fp8_round`, which passes the gradient on, or of `fp8_grad`, which rounds it."""
+    w, g = Lines(rank, call, request), Ref("g")
+    if call.target is fp8_grad:
+        g = w.call(fp8_round_grad, g, *call.args[1:], type_=request.tangents[0], **call.kwargs)
+    grads: list[Ref | None] = [None] * len(request.operands)
+    grads[call.args[0].index] = g
+    return w.rule(grads, "transposed")
+
+
+def _product(rank: Rank, call: Template, request: Request) -> Rule:
+    """Return the rule of `fp8_linear`: the wanted gradients of its input and of its weight."""
+    x, weight, amax, recipe, *rest = call.args
+    transposed = bool(rest and rest[0])
+    kept = rest[1] if len(rest) > 1 and rest[1] is not None else x
+    w, how = Lines(rank, call, request), (recipe, transposed, request.operands[x.index].shape)
+    grads: list[Ref | None] = [None] * len(request.operands)
+
+    def made(at: Ref, target: Any, *args: Any) -> None:
+        if request.wanted[at.index]:
+            like = request.operands[at.index]
+            like = replace(Type.contiguous(like.shape, like.dtype), ragged=like.ragged)
+            grads[at.index] = w.call(target, Ref("g"), *args, *how, type_=like)
+
+    made(x, fp8_grad_of_data, weight, amax)
+    made(weight, fp8_grad_of_weight, kept)
+    return w.rule(grads, "product")
+
+
+_PRODUCTS = "after all that finds linear layers by shape; before place: its ops are placed too"
+_PACKED_INPUTS = "after partition: it reads operands' layouts; before recompute counts bytes"
+#: Each with the pass that it follows.
+PASSES = (
+    ("forward_only", Entry("products", Products, _PRODUCTS)),
+    ("loss_chunks", Entry("packed_inputs", PackedInputs, _PACKED_INPUTS)),
+)
+#: By op.
+DERIVATIVES = {fp8_round: _rounded, fp8_grad: _rounded, fp8_linear: _product}

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.rules.core.sample_calls import Tensors
-from shardc.runtime import ops
+from shardc.features.fp8 import ops
+from shardc.rules.core.sample_calls import Arguments, Tensors
 from tests.rules.making import call, sample
+from tests.rules.samples.experts import GATED, STRIPED
 
 
 def _wide(t: Tensors, *shape: int) -> Tensor:
@@ -50,4 +51,20 @@ sample(
     lambda t: call(t.real(12, 24), *with_amax(t, t.real(24, 12), (0, 1)), "fp8-rowwise", True),
     lambda t: call(t.real(12, 24), *with_amax(t, t.real(12, 24), (0, 0)), "fp8-tensorwise"),
     lambda t: call(t.real(2, 128), *with_amax(t, t.real(128, 128), (32, 32)), "mxfp8"),
+)
+
+
+def _experts(
+    t: Tensors, x: Tensor, index: Tensor, activation: str, transposed: bool, up: Tensor, down: Tensor
+) -> Arguments:
+    granule = (1, 0, 1) if transposed else (1, 1, 0)
+    (up, up_amax), (down, down_amax) = with_amax(t, up, granule), with_amax(t, down, granule)
+    router = t.real(*index.shape)
+    return call(x, index, router, up, down, None, None, activation, transposed, up_amax, down_amax)
+
+
+sample(
+    ops.fp8_experts,
+    lambda t: _experts(t, t.real(4, 3), t.index(12, 4, 2), GATED, False, t.real(12, 8, 3), t.real(12, 3, 4)),
+    lambda t: _experts(t, t.real(6, 2), t.orders(4, 6, 3), STRIPED, True, t.real(4, 2, 12), t.real(4, 6, 2)),
 )

@@ -1,4 +1,6 @@
-"""Gather parameters that all ops round by `fp8_round`: they are rounded before, and sent in 8 bits.
+"""Gather in 8 bits: results of `fp8_round` (shardc.runtime.ops.convert with `fp8=`), and ZeRO 3's parameters.
+
+Parameters that all ops round by `fp8_round` are rounded before:
 
     scales      each rank finds the largest numbers of its stretches; one all_reduce for each set of axes makes them
                 the maxima of whole granules
@@ -12,18 +14,39 @@ Rounding the result again changes nothing, so ops read it as they would read the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.features.fp8 import casts, rounding
+from shardc.ir.placement import Shard
+from shardc.ir.shard_chunks import trim
 from shardc.ir.stored import Bucket, Rounded
 from shardc.runtime.mesh import Work
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8 import casts as fp8_cast
+from shardc.runtime.ops import shard_parts
+from shardc.runtime.ops.convert import Packed, Record, Started
 from shardc.runtime.zero.flat_partition import Flat, FlatShard
+
+
+def all_gather(x: Tensor, mesh: Any, axis: str, old: Shard, record: Record, fp8: Packed, *, start: bool) -> Any:
+    """Gather at once, or start to. x: this rank's part; old: the shards of which it is one."""
+    message = rounding.fp8_pack(x, *fp8)
+
+    def whole(messages: Tensor) -> Tensor:
+        parts = torch.stack([rounding.unpacked(m, x, *fp8) for m in messages])
+        return trim(shard_parts.unstack(parts, old), old)
+
+    if not start:
+        return whole(mesh.all_gather(message, axis, **record))
+    stack = message.new_empty(mesh.size(axis), *message.shape)
+    work = mesh.start_all_gather(message, stack.view(-1), axis, **record)
+    return Started(work, lambda: whole(stack))
+
+
+# --- parameters
 
 
 def axes_of(bucket: Bucket, rounded: Rounded, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -37,7 +60,7 @@ def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tupl
     sizes: dict[tuple[str, ...], int] = {}
     for shape, how in zip(flat.shapes, bucket.rounded, strict=True):
         axes = axes_of(bucket, how, names)
-        sizes[axes] = sizes.get(axes, 0) + 4 * math.prod(fp8.granules(shape, how.granule))
+        sizes[axes] = sizes.get(axes, 0) + 4 * math.prod(rounding.granules(shape, how.granule))
     return sizes
 
 
@@ -91,8 +114,8 @@ class RoundedGather:
                 s = self._stretches[name]
                 if s.shard.size:
                     low = x.storage_offset() - part.storage_offset()
-                    narrow = fp8_cast.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
-                    message[low : low + x.numel()] = s.of_rows(narrow.view(torch.uint8))
+                    narrow = casts.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
+                    message[low : low + x.numel()] = s.of_rows(narrow)
             messages = message.new_empty(self._flat.padded)
             whole = torch.empty(self._flat.padded, dtype=part.dtype, device=part.device)
             work = self._mesh.start_all_gather(
@@ -101,18 +124,15 @@ class RoundedGather:
 
         def wide() -> None:
             with torch.no_grad():
-                for name, start, shape in self._places():
+                for name, start, shape in zip(self._hows, self._flat.starts, self._flat.shapes, strict=True):
                     size = math.prod(shape)
                     x = messages[start : start + size].view(shape)
-                    whole[start : start + size] = fp8_cast.wide(x, scales[name], part.dtype, *self._how(name)).view(-1)
+                    whole[start : start + size] = casts.wide(x, scales[name], part.dtype, *self._how(name)).view(-1)
 
         return whole, Work(work, wide, messages)
 
     def _how(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self._hows[name].format, self._hows[name].granule
-
-    def _places(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        return zip(self._bucket.params, self._flat.starts, self._flat.shapes, strict=True)
 
     def _scales(self, slices: Mapping[str, Tensor], direction: str) -> dict[str, Tensor]:
         """Return the exponents of each parameter's scales."""
@@ -121,13 +141,13 @@ class RoundedGather:
         for name, x in slices.items():
             s, how = self._stretches[name], self._hows[name]
             wide = torch.promote_types(x.dtype, torch.float32)
-            largest[name] = x.new_zeros(fp8.granules(s.shard.shape, how.granule), dtype=wide)
+            largest[name] = x.new_zeros(rounding.granules(s.shard.shape, how.granule), dtype=wide)
             if s.shard.size:
-                s.of_scales(largest[name]).copy_(fp8.fp8_amax(s.as_rows(x), how.granule))
+                s.of_scales(largest[name]).copy_(rounding.fp8_amax(s.as_rows(x), how.granule))
             groups.setdefault(axes_of(self._bucket, how, self._mesh.layout.names), []).append(name)
         for axes, names in groups.items():
             flat = torch.cat([largest[n].view(-1) for n in names])
             flat = self._mesh.all_reduce(flat, axes, op="max", direction=direction, tag=self._tag)
             for n, part in zip(names, flat.split([largest[n].numel() for n in names]), strict=True):
                 largest[n] = part.view(largest[n].shape)
-        return {n: fp8_cast.exponents(x, self._hows[n].format) for n, x in largest.items()}
+        return {n: casts.exponents(x, self._hows[n].format) for n, x in largest.items()}

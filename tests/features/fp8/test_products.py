@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardc.cost.ledger import Ledger
+from shardc.features.fp8 import kernel as fp8_kernel
+from shardc.features.fp8 import products as fp8_products
+from shardc.features.fp8 import rounding as fp8
+from shardc.features.fp8.recipe import RECIPES, along
 from shardc.machine.work import Op
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8 import kernel as fp8_kernel
-from shardc.runtime.ops.fp8 import products as fp8_products
-from shardc.runtime.ops.fp8.recipe import RECIPES, along
 from shardc.torch_private import TorchDispatchMode, multiplies_float8_on_cpu
 
 KERNEL = torch.ops.aten._scaled_mm_v2.default
@@ -52,7 +52,7 @@ def layer(name: str, make: Callable[..., Tensor], transposed: bool, packed: bool
     of_x, of_weight = along(recipe.x, 3), recipe.of_weight(transposed)
     amax = fp8.fp8_amax(weight, of_weight)
     x8 = fp8.fp8_round(x, fp8.fp8_amax(x, of_x), "e4m3", of_x)
-    kept = fp8_products.fp8_pack(x8, "e4m3", of_x) if packed else None
+    kept = fp8.fp8_pack(x8, "e4m3", of_x) if packed else None
     y = fp8_products.fp8_linear(x8, weight, amax, name, transposed, kept)
     y = fp8.fp8_grad(y, amax if recipe.rows else None, recipe.gradient, along(recipe.grad, 3))
     return (y.detach(), *torch.autograd.grad(y, (x, weight), g))
@@ -87,7 +87,7 @@ def test_backward_keeps_bytes_of_the_input_and_the_weight_itself() -> None:
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         amax = fp8.fp8_amax(weight, (1, 0))
         x8 = fp8.fp8_round(x, fp8.fp8_amax(x, (1, 0)), "e4m3", (1, 0))
-        fp8_products.fp8_linear(x8, weight, amax, "fp8-rowwise", False, fp8_products.fp8_pack(x8, "e4m3", (1, 0)))
+        fp8_products.fp8_linear(x8, weight, amax, "fp8-rowwise", False, fp8.fp8_pack(x8, "e4m3", (1, 0)))
     assert [(t.dtype, t.numel()) for t in saved] == [
         (torch.uint8, 32 * 64 + 32),
         (torch.bfloat16, 96 * 64),

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.api import Program
-from shardc.runtime import ops
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8 import products as fp8_products
-from shardc.runtime.ops.fp8.recipe import RECIPES
+from shardc.features.fp8 import products as fp8_products
+from shardc.features.fp8 import rounding as fp8
+from shardc.features.fp8.recipe import RECIPES
 from shardc.verify.equality import verify
 from tests import zoo
 
@@ -71,7 +70,7 @@ MESHES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("more", MESHES, ids=str)
 def test_equal_to_one_device(more: dict[str, Any]) -> None:
     program = compiled(more)
-    assert any(n.target in (ops.fp8_experts, ops.fp8_experts_apply) for s in program.stages for n in s.graph.nodes)
+    assert "ops.fp8_experts" in str(program)
     assert program.prove().ok, str(program.prove())
     report = verify(program)
     assert report.worst < 1e-12, str(report)

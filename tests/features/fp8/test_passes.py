@@ -15,14 +15,14 @@ from torch import Tensor, nn
 import shardc
 from shardc.api import Program
 from shardc.cost import kept_activations
+from shardc.features.fp8 import products as fp8_products
+from shardc.features.fp8 import rounding as fp8
+from shardc.features.fp8.casts import blocks, exponents, powers
+from shardc.features.fp8.recipe import FORMATS
 from shardc.ir.metadata import Collective
 from shardc.machine.work import Op
 from shardc.report.comm import comm_rows
 from shardc.runtime import launch, ops
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8 import products as fp8_products
-from shardc.runtime.ops.fp8.casts import blocks, exponents, powers
-from shardc.runtime.ops.fp8.format import FORMATS
 from shardc.torch_private import multiplies_float8_on_cpu
 from shardc.verify.equality import verify
 from tests import equality, warm, zoo
@@ -98,7 +98,7 @@ def test_rounded_values_are_those_of_float8_and_stay(format: str, granule: tuple
     assert torch.equal(exponents(again, format), exponents(amax, format))
     assert torch.equal(fp8.fp8_round(r, again, format, granule), r)
     for part in (r, r[32:], r[:, :32], r[:32, 64:]):
-        message = fp8.packed(part, format, granule)
+        message = fp8.fp8_pack(part, format, granule)
         assert message.numel() == fp8.message_bytes(part.shape, granule)
         assert torch.equal(fp8.unpacked(message, part, format, granule), part)
 
@@ -252,22 +252,22 @@ def test_kernels_of_8_bits_give_the_same_bits(recipe: str, calls: int, monkeypat
 def test_bytes_that_are_not_the_inputs_are_no_proof() -> None:
     program = compiled(spec_of("fp8-rowwise", MESHES[1]))
     (stage,) = program.stages
-    one, other, *_ = (n for n in stage.graph.nodes if n.target is ops.fp8_linear)
+    one, other, *_ = (n for n in stage.graph.nodes if n.target is fp8_products.fp8_linear)
     other.args = (*other.args[:5], one.args[5])
     assert "linear_1" in str(program.prove())
     program = compiled(spec_of("fp8-rowwise", MESHES[1]))
     (stage,) = program.stages
-    bytes_ = next(n for n in stage.graph.nodes if n.target is ops.fp8_pack)
+    bytes_ = next(n for n in stage.graph.nodes if n.target is fp8.fp8_pack)
     bytes_.args = (bytes_.args[0], "e5m2", *bytes_.args[2:])
     assert not program.prove().ok
     program = compiled(spec_of("fp8-rowwise", MESHES[2]))
     (stage,) = program.stages
-    gathered = next(n for n in stage.graph.nodes if n.target is ops.fp8_pack and len(n.args) == 3)
+    gathered = next(n for n in stage.graph.nodes if n.target is fp8.fp8_pack and len(n.args) == 3)
     gathered.args = (gathered.args[0], "e5m2", gathered.args[2])
     assert "8 bits of what is not rounded to them" in str(program.prove())
     program = compiled(spec_of("fp8-rowwise", MESHES[1]))
     (stage,) = program.stages
-    one = next(n for n in stage.graph.nodes if n.target is ops.fp8_linear)
+    one = next(n for n in stage.graph.nodes if n.target is fp8_products.fp8_linear)
     one.args = (one.args[5], *one.args[1:4])
     assert "as values" in str(program.prove())
 

@@ -8,13 +8,13 @@ bfloat16, float32 or float64; for float64 the form below runs on every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.fp8.format import EXPONENTS, FORMATS, NAN
+from shardc.features.fp8.recipe import EXPONENTS, FORMATS, NAN
 
 torch.library.define(
     "shardc::fp8_cast",
@@ -73,7 +73,7 @@ def of_columns(weights: Tensor, dims: int = 2) -> Tensor:
 def by_torch(x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granule: Sequence[int], kind: str) -> Tensor:
     """Round x [height, width] to float8. amax: of its granules.
 
-    kind: "bytes" like x; "packed": u8[..], those and the exponents of scales after them; "values": like x, as numbers.
+    kind: "packed": u8[..], a byte for each number and the exponents of scales after them; "values": like x, as numbers.
     weights: largest values of a weight's rows, one for each column, by whose scales columns are divided before and
     multiplied after.
     """
@@ -83,8 +83,6 @@ def by_torch(x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granu
     rounded = narrow(v, exponent, format, granule)
     if kind == "packed":
         return torch.cat((rounded.reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
-    if kind == "bytes":
-        return rounded
     v = wide(rounded, exponent, x.dtype, format, granule)
     return v if columns is None else scaled(v, columns, (0, 1))
 
@@ -100,16 +98,16 @@ def row_amax_by_torch(x: Tensor, weights: Tensor) -> Tensor:
 def _empty(x: Tensor, amax: Tensor, kind: str) -> Tensor:
     if kind == "packed":
         return x.new_empty(x.numel() + amax.numel(), dtype=torch.uint8)
-    return x.new_empty(x.shape, dtype=torch.uint8 if kind == "bytes" else x.dtype)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _kernels() -> Any:
     """Import the Triton kernels; return None without Triton (it comes with torch for CUDA on Linux)."""
     try:
-        from shardc.runtime.ops.fp8 import cast_kernel as fp8_cast_kernel
+        from shardc.features.fp8 import cast_kernel
     except ModuleNotFoundError:
         return None
-    return fp8_cast_kernel
+    return cast_kernel
 
 
 def by_kernel(
@@ -131,13 +129,10 @@ def row_amax_by_kernel(x: Tensor, weights: Tensor) -> Tensor:
     return largest
 
 
-_FORMS: tuple[tuple[str, Callable[..., Tensor], Callable[..., Tensor]], ...] = (
-    ("fp8_cast", by_torch, by_kernel),
-    ("fp8_row_amax", row_amax_by_torch, row_amax_by_kernel),
-)
-for _name, _anywhere, _on_gpu in _FORMS:
-    torch.library.impl(f"shardc::{_name}", "CompositeExplicitAutograd", _anywhere)
-    torch.library.impl(f"shardc::{_name}", "CUDA", _on_gpu)
+torch.library.impl("shardc::fp8_cast", "CompositeExplicitAutograd", by_torch)
+torch.library.impl("shardc::fp8_cast", "CUDA", by_kernel)
+torch.library.impl("shardc::fp8_row_amax", "CompositeExplicitAutograd", row_amax_by_torch)
+torch.library.impl("shardc::fp8_row_amax", "CUDA", row_amax_by_kernel)
 
 
 @torch.library.register_fake("shardc::fp8_cast")  # type: ignore[untyped-decorator]
@@ -162,8 +157,4 @@ def cast(
         )
         return rounded if kind == "packed" else rounded.view(x.shape)
     assert weights is None
-    exponent = exponents(amax, format)
-    rounded = narrow(x, exponent, format, granule)
-    if kind == "packed":
-        return torch.cat((rounded.reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
-    return rounded if kind == "bytes" else wide(rounded, exponent, x.dtype, format, granule)
+    return by_torch(x, amax, weights, format, granule, kind)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from shardc.runtime.ops.fp8.casts import powers
-from shardc.runtime.ops.fp8.recipe import ALIGNED, BLOCK, Recipe
+from shardc.features.fp8.casts import powers
+from shardc.features.fp8.recipe import ALIGNED, BLOCK, Recipe
 from shardc.torch_private import FakeTensor, multiplies_float8_on_cpu
 
 

@@ -25,20 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8.casts import cast
-from shardc.runtime.ops.fp8.format import FORMATS
-from shardc.runtime.ops.fp8.kernel import Narrow, has_kernel, multiplied
-from shardc.runtime.ops.fp8.recipe import BLOCK, RECIPES, Recipe, along
+from shardc.features.fp8 import rounding
+from shardc.features.fp8.casts import cast
+from shardc.features.fp8.kernel import Narrow, has_kernel, multiplied
+from shardc.features.fp8.recipe import BLOCK, FORMATS, RECIPES, Recipe, along
 from shardc.runtime.ops.with_backward import with_backward
-
-
-def fp8_pack(x: Tensor, format: str, granule: fp8.Granule, amax: Tensor | None = None) -> Tensor:
-    """Return x, a result of `fp8_round`, as bytes u8[..]: one a number and one a granule; no gradient.
-
-    amax: x is not rounded yet; round it by these largest values.
-    """
-    return fp8.packed(x.detach(), format, granule, amax)
 
 
 def fp8_linear(
@@ -83,10 +74,10 @@ class Fp8:
     def product(self, x: Tensor, weight: Tensor, amax: Tensor, kept: Tensor | None) -> Tensor:
         """Compute the result f[.., out]. kept: x as bytes, if there are any."""
         if not has_kernel(x, self.recipe, *weight.shape):
-            w = fp8.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
+            w = rounding.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
             x = x if kept is None else self._wide(kept, x.dtype)
             return x @ (w if self.transposed else w.t())
-        bytes_ = fp8_pack(x, "e4m3", self._granule) if kept is None else kept
+        bytes_ = rounding.fp8_pack(x, "e4m3", self._granule) if kept is None else kept
         result = multiplied(self._read(bytes_), self._weight(weight, amax, across=False), blocks=self.recipe.blocks)
         return result.view(*self.shape[:-1], result.shape[-1])
 
@@ -98,7 +89,7 @@ class Fp8:
             factors = self._gradient(rows, weights), self._weight(weight, amax, across=True)
             grad = multiplied(*factors, blocks=self.recipe.blocks)
         else:
-            w = fp8.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
+            w = rounding.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
             grad = rows @ (w.t() if self.transposed else w)
         return grad.view(self.shape)
 
@@ -107,7 +98,7 @@ class Fp8:
         rows, packed = g.reshape(-1, g.shape[-1]), x.dtype is torch.uint8
         one_scale = self.recipe.x == (0, 0)
         if one_scale and has_kernel(g, self.recipe, self.shape[-1], *rows.shape):
-            x8 = self._read(x if packed else fp8_pack(x, "e4m3", self._granule))
+            x8 = self._read(x if packed else rounding.fp8_pack(x, "e4m3", self._granule))
             g8 = self._gradient(rows)
             one, other = Narrow(g8.data.t(), g8.exponent), Narrow(x8.data.t(), x8.exponent)
             return multiplied(*((other, one) if self.transposed else (one, other)))
@@ -125,7 +116,7 @@ class Fp8:
 
     def _wide(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         """Read the input's values from its bytes."""
-        return fp8.unpacked(message, message.new_empty((), dtype=dtype).expand(self.shape), "e4m3", self._granule)
+        return rounding.unpacked(message, message.new_empty((), dtype=dtype).expand(self.shape), "e4m3", self._granule)
 
     def _weight(self, weight: Tensor, amax: Tensor, *, across: bool) -> Narrow:
         """Pack the weight as [out, in], for products that sum over `in`; across: as [in, out], over `out`.
@@ -149,7 +140,7 @@ class Fp8:
         weights: largest values of the weight's rows, whose scales `fp8_grad` put into it: they are taken out.
         """
         format, granule = self.recipe.gradient, self.recipe.grad
-        amax = fp8.fp8_amax(rows, granule) if weights is None else torch.ops.shardc.fp8_row_amax(rows, weights)
+        amax = rounding.fp8_amax(rows, granule) if weights is None else torch.ops.shardc.fp8_row_amax(rows, weights)
         message = cast(rows, amax, format, granule, "packed", weights)
         return _of_bytes(message, format, rows.shape, amax.shape[-1])
 

@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.features.fp8 import section
+from shardc.features.fp8.products import fp8_linear
+from shardc.features.fp8.recipe import RECIPES, along
+from shardc.features.fp8.rounding import fp8_pack, fp8_round, message_bytes
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.passes.base import Pass
-from shardc.runtime import ops
-from shardc.runtime.ops.fp8 import message_bytes
-from shardc.runtime.ops.fp8.recipe import RECIPES, along
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class PackedInputs(Pass):
     """Packs each input of 8-bit products once."""
 
     def applies(self, program: Program) -> bool:
-        return self.spec.precision.products is not None
+        return section.of(self.spec) is not None
 
     def run(self, program: Program) -> Program:
         stages = []
@@ -47,9 +48,9 @@ class PackedInputs(Pass):
             graph = copy_graph(stage.graph)
             packed: dict[Any, fx.Node] = {}
             for n in list(calls(graph)):
-                if n.target is ops.fp8_linear:
+                if n.target is fp8_linear:
                     _pack(n, packed, program)
-            for x in [n for n in calls(graph) if n.target is ops.fp8_round and not n.users]:
+            for x in [n for n in calls(graph) if n.target is fp8_round and not n.users]:
                 graph.erase_node(x)
             graph.lint()
             stages.append(replace(stage, graph=graph))
@@ -67,7 +68,7 @@ def _pack(n: fx.Node, packed: dict[Any, fx.Node], program: Program) -> None:
             args: tuple[Any, ...] = (x, "e4m3", granule)
             if _here_alone(x):
                 args = (x.args[0], "e4m3", granule, x.args[1])
-            node = n.graph.create_node("call_function", ops.fp8_pack, args, {}, name=f"{x.name}_8")
+            node = n.graph.create_node("call_function", fp8_pack, args, {}, name=f"{x.name}_8")
         nbytes = message_bytes(v.local_shape(program.mesh), granule)
         value = Value((nbytes,), torch.uint8, False, Layout())
         node.meta |= {"value": value, "source": source_of(n)}
@@ -78,7 +79,6 @@ def _pack(n: fx.Node, packed: dict[Any, fx.Node], program: Program) -> None:
 
 def _here_alone(x: fx.Node) -> bool:
     """Return whether x is the result of a rounding that only products read."""
-    return x.target is ops.fp8_round and all(
-        u.target is ops.fp8_pack or (u.target is ops.fp8_linear and u.args[0] is x and x not in u.args[1:])
-        for u in x.users
+    return x.target is fp8_round and all(
+        u.target is fp8_pack or (u.target is fp8_linear and u.args[0] is x and x not in u.args[1:]) for u in x.users
     )

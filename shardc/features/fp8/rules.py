@@ -1,4 +1,4 @@
-"""Rules of rounding to float8 (shardc.runtime.ops.fp8), with one scale per granule.
+"""Rules of rounding to float8 (rounding), with one scale per granule.
 
 A granule is a block size for each dim; 0 is a whole dim. Blocks stay whole: their number is split. A whole dim may be
 split: then the largest values of its parts are compared over ranks (one number a granule), so the scale is that of one
@@ -13,15 +13,18 @@ from dataclasses import replace
 
 from torch import fx
 
+from shardc.features.fp8.experts import fp8_experts, fp8_experts_apply
+from shardc.features.fp8.products import fp8_linear
+from shardc.features.fp8.recipe import RECIPES
+from shardc.features.fp8.rounding import fp8_amax, fp8_grad, fp8_round, granules
 from shardc.ir.metadata import Collective
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
+from shardc.rules import experts
 from shardc.rules.core.notation import Dim, Operand, Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
-from shardc.runtime.ops.fp8 import granules
-from shardc.runtime.ops.fp8.recipe import RECIPES
 
 #: The kind of the strategy by which granules are split.
 GRANULE = "granule"
@@ -76,7 +79,7 @@ def local_amax(call: LocalCall) -> fx.Node:
     value = call.call.results[0]
     items = {a: Partial("max") for a in split}
     layout = Layout.of({**dict(call.outputs[0].items), **items}, call.mesh)
-    local = call.emit(ops.fp8_amax, (x, granule), {}, value=replace(value, layout=layout))
+    local = call.emit(fp8_amax, (x, granule), {}, value=replace(value, layout=layout))
     axes = call.mesh.merge(split)
     whole = replace(value, layout=call.outputs[0])
     collective = Collective("all_reduce", "none", axes, whole.nbytes(call.mesh), _CAUSE)
@@ -108,7 +111,7 @@ def local_gradient(call: LocalCall) -> fx.Node:
     local = call.inputs[0].local_shape(y.shape, call.mesh)
     nbytes = math.prod(granules(local, granule)) * max(y.dtype.itemsize, 4)
     collective = Collective("none", "all_reduce", axes, nbytes, _CAUSE)
-    return call.emit(ops.fp8_grad, (*call.args[:4], call.mesh_node, axes), {}, collective=collective)
+    return call.emit(fp8_grad, (*call.args[:4], call.mesh_node, axes), {}, collective=collective)
 
 
 def product(call: Call) -> Signature:
@@ -131,7 +134,32 @@ def product_flops(call: Call) -> int:
     return 2 * math.prod(call.results[0].shape) * call.operands[0].shape[-1]
 
 
-rule(ops.fp8_amax, amax, local=local_amax, extra=parts)
-rule(ops.fp8_round, rounded)
-rule(ops.fp8_grad, gradient, linear="0", local=local_gradient, whole_grad=True)
-rule(ops.fp8_linear, product, flops=product_flops, whole_grad=True)
+def rounded_experts(call: Call) -> Signature:
+    """Split experts whose products round rows; keep `o` whole, and do not pad `i`.
+
+    An activation may turn padding in `i` into a nonzero, which could be the largest value of a row.
+    """
+    plain = experts.experts(call)
+    rows, columns = plain.inputs[experts.DOWN], plain.inputs[experts.UP]
+    ups = tuple(() if d == ("h",) else d for d in columns)
+    downs = tuple(() if d == ("i",) else d for d in rows)
+    return replace(
+        plain, inputs=(*plain.inputs, ups, downs), whole=plain.whole | {"o"}, unpadded=plain.unpadded | {"i"}
+    )
+
+
+def local_experts(call: LocalCall) -> fx.Node:
+    """Write experts as core does. If the activation's columns are split, ranks compare the largest values of rows."""
+    over = call.mesh.merge(call.split("i"))
+    if not over:
+        return experts.local(call, fp8_experts_apply)
+    index = call.inputs[experts.INDEX].local_shape(call.call.operands[experts.INDEX].shape, call.mesh)
+    scales = Collective("all_reduce", "all_reduce", over, 4 * math.prod(index), _CAUSE)
+    return experts.local(call, fp8_experts_apply, (call.mesh_node, over), collective=scales)
+
+
+rule(fp8_amax, amax, local=local_amax, extra=parts)
+rule(fp8_round, rounded)
+rule(fp8_grad, gradient, linear="0", local=local_gradient, whole_grad=True)
+rule(fp8_linear, product, flops=product_flops, whole_grad=True)
+rule(fp8_experts, rounded_experts, local=local_experts, extra=experts.exchange, flops=experts.flops, whole_grad=True)

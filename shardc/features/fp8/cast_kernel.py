@@ -1,6 +1,6 @@
 """Round to float8 (`cast`), and find rows' largest scaled numbers (`largest`), by Triton kernels.
 
-They have the arithmetic of torch's casts in shardc.runtime.ops.fp8.casts, on the bits of float32, so that the results
+They have the arithmetic of torch's casts in casts, on the bits of float32, so that the results
 are equal bit for bit, and a GPU needs no float8 type. A granule's scale is computed from its largest number in
 registers.
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardc.runtime.ops.fp8.format import EXPONENTS, FORMATS, NAN
+from shardc.features.fp8.recipe import EXPONENTS, FORMATS, NAN
 
 #: Elements that one program computes; at most this many in a row.
 TILE = 2048
@@ -58,7 +58,6 @@ def _cast(  # type: ignore[no-untyped-def]
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     WEIGHTS: tl.constexpr,
-    BYTES: tl.constexpr,
     PACK: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -93,13 +92,12 @@ def _cast(  # type: ignore[no-untyped-def]
     round_up = size + ((1 << (drop - 1)) - 1) + ((size >> drop) & 1)
     low = size.to(tl.float32, bitcast=True) + tl.full((1, 1), magic, tl.int32).to(tl.float32, bitcast=True)
     normal = size >= ((128 - BIAS) << 23)
-    if BYTES:
+    if PACK:
         byte = tl.where(normal, (round_up >> drop) - ((127 - BIAS) << MANTISSA), low.to(tl.int32, bitcast=True) - magic)
         byte = tl.where(broken, 127, byte | ((sign >> 24) & 128))
         tl.store(out_at + place, byte.to(tl.uint8), mask=inside)
-        if PACK:
-            first = inside & (row % down == 0)[:, None] & (column % across == 0)[None, :]
-            tl.store(scales_at + granule, exponent.to(tl.uint8), mask=first)
+        first = inside & (row % down == 0)[:, None] & (column % across == 0)[None, :]
+        tl.store(scales_at + granule, exponent.to(tl.uint8), mask=first)
     else:
         small = low - tl.full((1, 1), magic, tl.int32).to(tl.float32, bitcast=True)
         bits = tl.where(normal, (round_up >> drop) << drop, small.to(tl.int32, bitcast=True)) | sign
@@ -149,7 +147,7 @@ def _top(format: str) -> tuple[int, int]:
 def cast(
     x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granule: Sequence[int], out: Tensor, kind: str
 ) -> None:
-    """Write x [height, width] into `out`: "bytes", "packed" (with the scales' exponents after), "values"."""
+    """Write x [height, width] into `out`: "packed" (bytes, with the scales' exponents after), or "values"."""
     x = x.contiguous()
     height, width = x.shape
     down, across = granule[0] or max(height, 1), granule[1] or max(width, 1)
@@ -173,7 +171,6 @@ def cast(
             MANTISSA=mantissa,
             BIAS=bias,
             WEIGHTS=weights is not None,
-            BYTES=kind != "values",
             PACK=kind == "packed",
             HEIGHT=rows,
             WIDTH=side,

@@ -8,7 +8,7 @@
 
 The result of `fp8_round` has the dtype of x. Scales are powers of two, so a number of 4 significant bits is the same in
 bfloat16, float32 and float64: a product of such tensors is exactly the product of float8 tensors, and everything that
-follows (splits, gradients, proofs) is that of an ordinary product. Where 8 bits matter, `packed` makes them of the
+follows (splits, gradients, proofs) is that of an ordinary product. Where 8 bits matter, `fp8_pack` makes them of the
 values again: for messages (half the bytes of bfloat16), and for kernels (products.py). Rounding twice changes neither
 numbers nor scales.
 
@@ -18,10 +18,6 @@ row; (0, 0) one scale; (1, 32) one for each 32 features of a row.
 Scales are those of torchao's float8 (`round_scales_to_power_of_2`) and of the OCP's MX formats, except at the very top:
 a scale is the largest with which the largest element still rounds to a number. Then it is also the scale of the rounded
 values.
-
-format, recipe      the two formats, and how products use them
-casts, cast_kernel  rounding, on the CPU and as a Triton kernel
-products, kernel    products of rounded factors, and torch's kernels for them
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.fp8.casts import blocks, cast, of_columns, scaled, wide
+from shardc.features.fp8.casts import blocks, cast, of_columns, scaled, wide
 from shardc.runtime.ops.with_backward import with_backward
 
 Granule = Sequence[int]
@@ -113,17 +109,17 @@ def fp8_round_grad(
 # --- messages
 
 
-def packed(x: Tensor, format: str, granule: Granule, amax: Tensor | None = None) -> Tensor:
-    """Pack values that `fp8_round` returned, or a part of them, as bytes.
+def fp8_pack(x: Tensor, format: str, granule: Granule, amax: Tensor | None = None) -> Tensor:
+    """Return values that `fp8_round` returned, or a part of them, as bytes u8[..]; no gradient.
 
     There is one byte for each element, and one for each granule of the part: its scale's exponent. A part of a granule
     has its own scale, which holds its values as well. amax: x is not rounded yet; round by these largest values.
     """
-    return cast(x, fp8_amax(x, granule) if amax is None else amax, format, granule, "packed")
+    return cast(x.detach(), fp8_amax(x, granule) if amax is None else amax, format, granule, "packed")
 
 
 def unpacked(message: Tensor, like: Tensor, format: str, granule: Granule) -> Tensor:
-    """Return the values of `packed`. like: of their shape and dtype."""
+    """Return the values of `fp8_pack`. like: of their shape and dtype."""
     n = like.numel()
     shape = granules(like.shape, granule)
     exponent = message[n:].view(torch.int8).to(torch.int32).view(shape)
@@ -136,5 +132,5 @@ def granules(shape: Sequence[int], granule: Granule) -> tuple[int, ...]:
 
 
 def message_bytes(shape: Sequence[int], granule: Granule) -> int:
-    """Return the number of bytes of `packed`."""
+    """Return the number of bytes of `fp8_pack`."""
     return math.prod(shape) + math.prod(granules(shape, granule))
