@@ -32,7 +32,8 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     claim: of its operand; value: what the operand is a part of, with its global shape.
     """
     row, over = ROWS[node.target], node.args[2]
-    if (sent := node.kwargs.get("fp8")) is not None:
+    sent: Any = node.kwargs.get("fp8")
+    if sent is not None:
         packed = table("ops", "PACKED").get(claim.of.target)
         if row.forward != "all_gather" or packed is None or packed(*claim.of.args) != (sent[0], tuple(sent[1])):
             raise WrongError(f"{row.op} sends 8 bits of what is not rounded to {sent}")
