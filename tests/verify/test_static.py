@@ -90,6 +90,21 @@ def test_a_constant_in_two_layouts_is_proven_where_microbatches_pad_one() -> Non
     assert prove(compiled).ok, str(prove(compiled))
 
 
+def test_a_value_of_another_stage_that_waits_on_the_host_is_proven() -> None:
+    """Its type is that of all ranks, unlike that of a rank's own values."""
+    spec = {
+        "shardc": 1,
+        "mesh": {"pp": 2, "cp": 2},
+        "pipeline": {"axis": "pp", "stages": 2},
+        "sequence": {"axis": "cp"},
+        "checkpoint": [{"match": "bert.encoder.layer.*.attention.self", "save": [], "offload": "cpu"}],
+    }
+    with zoo.Wide():
+        compiled = shardc.compile(*builders()["bert"](), spec, prove=False)
+    assert "reload_wait" in compiled.joint()
+    assert prove(compiled).ok, str(prove(compiled))
+
+
 @pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 def test_split_sequences_are_proven(method: str, balance: str) -> None:

@@ -60,6 +60,8 @@ class Terms:
             return self._reshaped(args[0].number, shape)
         if target in _COPIES:
             return args[0].number  # type: ignore[no-any-return]
+        if target in _JOURNEY or target in _BEFORE:  # the type shown may be global, as that of a received value
+            return self._copied(target, args[0].number)
         if target in _PRODUCTS and not kwargs and (term := self._product(target, args, shape)) is not None:
             return term
         if target is aten.sum.dim_IntList and shape is not None and args[1]:
@@ -116,8 +118,6 @@ class Terms:
             op, *rest = args
             inner = (getattr(ops, op), tuple(rest)) if _BEGIN[target] is None else (_BEGIN[target], args)
             return self._kept(("begun", self._called(inner[0], inner[1], kwargs)))
-        if target in _JOURNEY or target in _BEFORE:
-            return self._copied(target, args[0].number)
         if target is ops.wait:
             begun = self._known[args[0].number]
             return begun[1] if begun[0] == "begun" else self._kept(("wait of what was not begun", args[0].number))

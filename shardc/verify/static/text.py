@@ -140,14 +140,14 @@ class Text:
         once = (dict(zip(forms, chosen, strict=True)) for chosen in product(*forms.values()))
         uniform = [[by[x] for x in operands] for by in once]
         mixed = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
-
+        padded = any(x.microbatch is not None and x.microbatch.padding for x in self.model.program.inputs)
         for hint, strict in self._hints(call, choices):
             for ways in (uniform, mixed):
                 # try each: several lines may be this op
                 if sum(self._match(call, choices, way, hint, strict=strict) for way in ways):
-                    if not strict or self.explained.issuperset(self._named(call)):
+                    if not strict or not padded:
                         return
-                    break  # a constant that the text makes twice: types do not show one of its layouts
+                    break  # a constant: no type shows what microbatches pad
 
     def _hints(self, call: fx.Node, choices: Choices) -> Iterator[tuple[op_types.Hints, bool]]:
         """Yield hints of the result's placements, for `_match`, and whether the text has to agree."""
@@ -155,8 +155,7 @@ class Text:
             yield {}, False
             return
         program = self.model.program
-        # a constant fits thousands of layouts: its lines in the text say which
-        shows = [v.layout for n in self._named(call) for v in values_of(n)]
+        shows = self._shown_of(call)  # a constant fits thousands of layouts: its lines in the text say which
         yield op_types.hints(call, shows, program.inputs, self.mesh), True
         stored = [x.layout for x in program.stored]  # padding that a view moves is in no type
         yield op_types.hints(call, [*stored, *shows], program.inputs, self.mesh, wide=True), False
@@ -241,10 +240,11 @@ class Text:
             for twin in self.twins[self.one[line]]
         )
 
-    def _named(self, call: fx.Node) -> list[fx.Node]:
-        """Return the lines that have one of an op's names."""
+    def _shown_of(self, call: fx.Node) -> list[Layout]:
+        """Return the layouts of lines that have one of an op's names."""
         names = self.model.names[call]
-        return [n for n in self.graph.nodes if n.op == "call_function" and n.name in names]
+        named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in names]
+        return [v.layout for n in named for v in values_of(n)]
 
     def _result(self, call: fx.Node, line: fx.Node, layouts: tuple[Layout, ...]) -> None:
         if not isinstance(call.meta["value"], tuple):
