@@ -41,6 +41,7 @@ class Live(TorchDispatchMode):
         self._foreign = {x.untyped_storage()._cdata for x in foreign}
         self.now = self.peak = self.outside = self.outside_peak = 0
         self.paused = False
+        self.of: Any = None
         self._refs: dict[int, Any] = {}
 
     def see(self, x: Tensor, *, outside: bool = False) -> None:
@@ -194,6 +195,7 @@ def _stepped(program: Program, model: Any, batch: Any, mesh: _Measured, steps: i
         for _ in range(steps):
             live.peak, live.outside_peak = live.now, live.outside
             engine.evaluate(batch) if program.forward_only else engine.step(batch)
+    live.of = engine  # what it holds is alive as long as the record
     return live
 
 

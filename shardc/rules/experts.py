@@ -30,7 +30,7 @@ from shardc.runtime.ops.experts.activation import read
 X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(9)
 
 
-def _dims(call: Call) -> list[list[str]]:
+def dims_of(call: Call) -> list[list[str]]:
     """Return the dims of all operands. The activation decides where i is in the first product's columns."""
     columns = {"": "i+", "halves": "p! i+", "stripes": "i+ p!"}[read(call.arg(ACTIVATION, "activation")).word]
     transposed = bool(call.arg(TRANSPOSED, "transposed", False))
@@ -42,7 +42,7 @@ def _dims(call: Call) -> list[list[str]]:
 
 def experts(call: Call) -> Signature:
     """Split tokens, experts and i."""
-    return call.fit(_dims(call), [["t", "o"]], p=read(call.arg(ACTIVATION, "activation")).parts)
+    return call.fit(dims_of(call), [["t", "o"]], p=read(call.arg(ACTIVATION, "activation")).parts)
 
 
 def _bias(call: Call, position: int) -> int | None:

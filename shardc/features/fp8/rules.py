@@ -25,6 +25,7 @@ from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
+from shardc.runtime.ops.experts.activation import read
 
 #: The kind of the strategy by which granules are split.
 GRANULE = "granule"
@@ -139,13 +140,11 @@ def rounded_experts(call: Call) -> Signature:
 
     An activation may turn padding in `i` into a nonzero, which could be the largest value of a row.
     """
-    plain = experts.experts(call)
-    rows, columns = plain.inputs[experts.DOWN], plain.inputs[experts.UP]
-    ups = tuple(() if d == ("h",) else d for d in columns)
-    downs = tuple(() if d == ("i",) else d for d in rows)
-    return replace(
-        plain, inputs=(*plain.inputs, ups, downs), whole=plain.whole | {"o"}, unpadded=plain.unpadded | {"i"}
-    )
+    dims = experts.dims_of(call)
+    without = ((experts.UP, "h!"), (experts.DOWN, "i+"))
+    ups, downs = (["" if d == left_out else d for d in dims[at]] for at, left_out in without)
+    parts = read(call.arg(experts.ACTIVATION, "activation")).parts
+    return replace(call.fit([*dims, ups, downs], [["t", "o!"]], p=parts), unpadded=frozenset("i"))
 
 
 def local_experts(call: LocalCall) -> fx.Node:

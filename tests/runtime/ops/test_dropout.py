@@ -225,7 +225,7 @@ class Microbatches:
 def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "shardc.runtime.ops.dropout.kernel", raising=False)
-    monkeypatch.delattr("shardc.runtime.ops.dropout.kernel", raising=False)
+    monkeypatch.delattr(sys.modules["shardc.runtime.ops.dropout"], "kernel", raising=False)
     x = torch.ones(4)
     with pytest.raises(ShardcError, match=r"dropout 3: .*Triton is not installed") as e:
         by_kernel(x, Rng().words(CPU), *Rng().row_and_column_offsets(x.shape, (), None, CPU, ()), 3, 0.5)
