@@ -35,7 +35,7 @@ def solve(call: Call) -> Signature:
 def own_dims(*own: int, columns: int | None = None) -> SignatureOf:
     """Return the rule of stacks whose operands have so many last dims: 2 matrix, 1 vector, 0 number.
 
-    columns: the operand of which the op handles each column separately, if it stands on the left.
+    columns: the operand of which the op handles each column separately, if it is the left one.
     """
 
     def stacked_each(call: Call) -> Signature:

@@ -26,7 +26,8 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "finite padding",
-        "An op that was tried on numbers is finite in padding that holds them, and so are its derivatives.",
+        "An op that was tried on numbers is finite in padding that holds them, and so are its derivatives."
+        " Padding does not overflow over many ops.",
         "tests/rules/test_finite_padding.py::test_every_elementwise_op_of_torch_is_finite_in_padding",
     ),
     Assumption(
