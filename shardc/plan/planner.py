@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,10 @@ from shardc.machine.device import Device
 from shardc.plan.few_layers import Subject
 from shardc.plan.price import Priced, price
 from shardc.plan.questions import Largest, what_if
-from shardc.plan.rank import Rough
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.runs import Library, Runs
 from shardc.plan.search import FAR, Search
-from shardc.plan.space import Choice, Core, Facts, Keep, spec
+from shardc.plan.space import Choice, Facts, Keep, spec
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -30,12 +29,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "pure-bfloat16": {"params": "bfloat16"},
     "model": {},
 }
-
-
-#: A spec may be faster than the best although its estimate is up to this many times the best price.
-UNSURE = 1.15
-#: Shares of memory to fill with live bytes: the next is tried if specs that should fit do not.
-TIGHT = (1.0, 0.9, 0.75, 0.6)
 
 
 @dataclass
@@ -95,9 +88,8 @@ class Planner:
         finder = self.finder
         self.on("one microbatch", 0, 0)
         self.library.takes_microbatches()
-        cores = finder.splits(devices)
-        rows, note = self._batch(devices, batch, cores)
-        exact = self._refined(devices, rows, cores)
+        rows, note = self._batch(devices, batch)
+        exact = finder.best(devices, rows)
         target = self.target(devices, rows, (note,))
         priced = sorted((self._candidate(c, p, target) for c, p in exact.items()), key=_order)
         # of schedules with the same result, and of settings that nothing uses, the first
@@ -105,74 +97,28 @@ class Planner:
         candidates = tuple(c for c in priced if first[_result(c)] is c)
         return Plan(target, candidates, finder.considered, {k: e.what for k, e in finder.refused.items()})
 
-    def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
-        """Price the best choices exactly, also on 1/2, 1/4, ... of the devices if that may be faster."""
-        finder = self.finder
-        exact = dict[Choice, Priced]()
-
-        def best() -> float:
-            return min((p.step_seconds for p in exact.values() if p.fits), default=math.inf)
-
-        for tight in TIGHT:  # reserved memory exceeds live memory: if nothing fits, leave room
-            finder.tight = tight
-            some = self.ranked(devices, rows, cores)
-            exact |= finder.refine(some)
-            if best() < math.inf or not any(r.peak <= finder.room for _, r in some):
-                break
-        finder.tight = 1.0
-        least = 3 * self.library.products
-        while best() < math.inf and devices % 2 == 0:
-            devices //= 2
-            limit = UNSURE * best()
-            if least * rows / devices > limit:  # fewer devices are even slower
-                break
-            some = finder.ranked(devices, rows, finder.splits(devices), below=limit)
-            if some and some[0][1].peak <= finder.room and some[0][1].seconds <= limit:
-                exact |= finder.refine(some)
-        return exact
-
-    def ranked(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
-        """Return choices with estimates; slow ones, and those that use host memory, only if nothing else fits."""
-        finder = self.finder
-        found = finder.ranked(devices, rows, cores)
-        if not found or found[0][1].peak > finder.room:
-            found += finder.ranked(devices, rows, finder.splits(devices, over_nodes=True))
-        if not any(r.peak <= finder.room for _, r in found):
-            found += finder.ranked(devices, rows, cores, on_host=True)
-        return found
-
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
         one = Spec.load(spec(c, self.facts, p.counts if c.pp > 1 else ()))
         return Candidate(**vars(p), spec=one, target=target)
 
-    def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
-        """Return the rows of the global batch, and a note on their source. cores: splits of so many devices."""
-        rows, finder = self.facts.rows, self.finder
-        longer = [longer for core in cores for longer in finder.longer(core, devices)]
-
-        def spreads(rows: int, some: Iterable[Core] = cores) -> bool:
-            return finder.spreads(devices, rows, some)
-
-        if batch is not None:
-            if not spreads(batch) and not spreads(batch, longer):
-                fault = f"a global batch of {batch} rows cannot be spread over {devices} devices"
-                raise ShardcError(
-                    fault,
-                    where="--global-batch",
-                    fix=f"make it a multiple of the data-parallel ranks, such as {devices}",
-                )
-            return batch, f"global batch of {batch} rows (--global-batch)"
-        for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
-            if spreads(k * rows) or (k == 1 and spreads(rows, longer)):
-                times = (
-                    f", times {k}: as some of {devices} devices would be idle with fewer"
-                    if k > 1
-                    else " (change it with --global-batch)"
-                )
-                return k * rows, f"global batch of {k * rows} rows: what batch() gives{times}"
-        raise ShardcError(
-            f"no way to use {devices} devices was found", where="--devices", fix="try another number of devices"
-        )
+    def _batch(self, devices: int, batch: int | None) -> tuple[int, str]:
+        """Return the rows of the global batch, and a note on their source."""
+        rows, finder = batch or self.facts.rows, self.finder
+        more = [] if batch else [2**i for i in range(1, 40) if 2**i * rows < 2 * devices] + [devices]
+        for k in (1, *more):
+            if finder.spreads(devices, k * rows, finder.splits(devices)) or (
+                k == 1 and finder.spreads(devices, rows, finder.longer(devices))
+            ):
+                note = "(--global-batch)" if batch else " (change it with --global-batch)"
+                times = f", times {k}: as some of {devices} devices would be idle with fewer"
+                source = f": what batch() gives{times if k > 1 else note}" if not batch else f" {note}"
+                return k * rows, f"global batch of {k * rows} rows{source}"
+        if batch:
+            fault = f"a global batch of {batch} rows cannot be spread over {devices} devices"
+            fix = f"make it a multiple of the data-parallel ranks, such as {devices}"
+            raise ShardcError(fault, where="--global-batch", fix=fix)
+        fault = f"no way to use {devices} devices was found"
+        raise ShardcError(fault, where="--devices", fix="try another number of devices")
 
     def given(self, specs: Sequence[Spec], batch: int | None) -> Plan:
         """Price these specs for the same global batch."""
@@ -238,12 +184,12 @@ class Planner:
         """Return specs for the longest rows: one row at a time, cut over all ranks, all recomputed, ZeRO 3."""
         rows, found = best.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
-        for core in filter(None, map(self.finder.accepted, self.finder.splits(devices))):
-            cp = devices // (core.tp * ep)
-            if cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
+        for core in self.finder.splits(devices):
+            cp, block = devices // (core.tp * ep), self.finder.block(core)
+            if block is not None and cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
                 keep: Keep = "full" if self.facts.regions else "none"
                 each = self.library.microbatches > 1
-                choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=core.sequence_parallel, checkpoint=keep)
+                choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=block.sequence_parallel, checkpoint=keep)
                 choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
                 found.append(Spec.load(spec(choice, self.facts)))
         return sorted(found, key=lambda s: -s.sequence_ranks)
@@ -318,7 +264,7 @@ class Planner:
         """Return a candidate that fits, or None. Tries the three choices with the least estimated memory."""
         self.on(f"{devices} devices", 0, 0)
         finder, target = self.finder, self.target(devices, batch)
-        estimates = sorted(finder.ranked(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)[:3]
+        estimates = sorted(finder.ranked(devices, batch), key=lambda x: x[1].peak)[:3]
         some = ((c, finder.exact(c)) for c, rough in estimates if rough.peak <= FAR * finder.room)
         return next((self._candidate(c, p, target) for c, p in some if p is not None and p.fits), None)
 

@@ -28,16 +28,19 @@ if TYPE_CHECKING:
     from shardc.plan.result import Plan
 
 
+#: More than the largest number.
+MOST = 1 << 30
+
+
 @dataclass
 class Largest:
-    """The largest n in 1..most with peak(n) <= limit, 0 if there is none; peak is inf for impossible n.
+    """The largest n with peak(n) <= limit, 0 if there is none; peak is inf for impossible n.
 
     peaks: the priced numbers, {n: peak}.
     """
 
     peak: Callable[[int], float]
     limit: float
-    most: int = 1 << 30
     peaks: dict[int, float] = field(default_factory=dict)
 
     def at(self, n: int) -> float:
@@ -46,15 +49,14 @@ class Largest:
         return self.peaks[n]
 
     def solve(self, start: int = 1) -> int:
-        low, high = 0, self.most + 1  # low fits, high does not
-        n = max(min(start, self.most), 1)
+        low, high, n = 0, MOST, max(start, 1)  # low fits, high does not
         while high - low > 1:
             left = high - low
             if self.at(n) <= self.limit:
-                low = max(low, n)
+                low = n
             else:
-                high = min(high, n)
-            slow = 2 * (high - low) > left and low > 0 and high <= self.most
+                high = n
+            slow = 2 * (high - low) > left and low > 0 and high < MOST
             n = min(max((low + high) // 2 if slow else self._guess(low, high), low + 1), high - 1)
         return low
 
@@ -62,13 +64,13 @@ class Largest:
         """Return where the curve through the known points crosses the limit."""
         known = sorted((n, p) for n, p in self.peaks.items() if np.isfinite(p))
         if len(known) < 2:
-            return 2 * low if high > self.most else (low + high) // 2
+            return 2 * low if high == MOST else (low + high) // 2
         near = sorted(known, key=lambda x: abs(x[1] - self.limit))[:3]
         curve = np.polynomial.Polynomial.fit([n for n, _ in near], [p - self.limit for _, p in near], len(near) - 1)
         complex_roots = [complex(r) for r in curve.roots()]
         roots = [r.real for r in complex_roots if abs(r.imag) < 1e-6 and low - 1 < r.real < high + 1]
         if not roots:
-            return 4 * max(low, 1) if high > self.most else (low + high) // 2
+            return 4 * max(low, 1) if high == MOST else (low + high) // 2
         guess = int(np.floor(max(roots) + 1e-9))
         tried = guess in self.peaks
         return guess + 1 if tried and guess == low else guess

@@ -24,10 +24,9 @@ import numpy as np
 from shardc.ir.mesh import Mesh
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
-from shardc.machine.work import Op
 from shardc.plan.price import balanced, beside_layers
 from shardc.plan.runs import Library, Stages, Weights
-from shardc.plan.space import Choice, Core, casts_kept
+from shardc.plan.space import CHECKPOINTS, Choice, Core
 from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, N, Stage, Vector, computing, part_of, typical
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
@@ -57,44 +56,47 @@ class Rough(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Vectors of a split's stages: the first with one unit, a middle one, one more unit, the last.
+    """Vectors of a split's stages, one a row: the first with one unit, a middle one, one more unit, the last.
 
     beside: time of the first and last stage outside layers, in layers. before: layers before the pattern of `period`.
-    whole: the model has no repeated layers, and is divided evenly.
+    whole: the model has no repeated layers, and is divided evenly. sequence_parallel: whether compile accepted it.
     """
 
-    first: Vector
-    one: Vector
-    unit: Vector
-    last: Vector
-    beside: tuple[float, float]
+    vectors: Vector
+    beside: tuple[float, float] = (0.0, 0.0)
     before: int = 0
     period: int = 1
     whole: bool = False
+    sequence_parallel: bool = False
 
     @staticmethod
-    def of(each: Sequence[Stages]) -> Block:
+    def of(each: Sequence[Stages], *, sequence_parallel: bool = False) -> Block:
         """Build a block from its stages with each number of ROWS."""
         s = each[0]
         if s.whole is not None:
             whole = _vector([x.whole or {} for x in each], s.ranks["whole"].weights)
-            return Block(whole, whole, whole, whole, (0.0, 0.0), whole=True)
+            return Block(np.array([whole] * 4), whole=True, sequence_parallel=sequence_parallel)
         first, one, two, last = (
             _vector([getattr(x, name) for x in each], s.ranks[name].weights) for name in ("first", "one", "two", "last")
         )
-        return Block(first, one, two - one, last, beside_layers(s), s.before, s.period)
+        vectors = np.array([first, one, two - one, last])
+        return Block(vectors, beside_layers(s), s.before, s.period, sequence_parallel=sequence_parallel)
+
+    @property
+    def unit(self) -> Vector:
+        """What one more unit of layers adds to a stage."""
+        return self.vectors[2]  # type: ignore[no-any-return]
 
     def scaled(self, factors: Vector) -> Block:
-        first, one, unit, last = (v * factors for v in (self.first, self.one, self.unit, self.last))
-        return replace(self, first=first, one=one, unit=unit, last=last)
+        return replace(self, vectors=self.vectors * factors)
 
-    def between(self, other: Block, seconds: float, nbytes: float) -> Block:
-        """Return a block between two: at the share `nbytes` for kept bytes, `seconds` for all else."""
-        share = np.full(_ENDS_OF[-1], seconds)
-        share[KEPT] = share[HEIGHT] = nbytes
-        names = "first", "one", "unit", "last"
-        made = {name: getattr(self, name) + share * (getattr(other, name) - getattr(self, name)) for name in names}
-        return replace(other, **made)
+    def again(self, seconds: float, kept: float) -> Block:
+        """Return the block with recomputation: backward runs a share of forward again, a share of bytes is kept."""
+        made = self.vectors.copy()
+        made[:, B] += seconds * made[:, F]
+        made[[0, 1, 3], HEIGHT] += (1 - kept) * made[[0, 1, 3], KEPT]  # one layer at a time is recomputed
+        made[:, KEPT] *= kept
+        return replace(self, vectors=made)
 
 
 def _vector(each: Sequence[Stage], weights: Weights) -> Vector:
@@ -127,12 +129,12 @@ class Table:
     """The choices of one split as columns, so that all are priced at once.
 
     groups: (ranks of the pipeline, stages of a rank, whether the first rank has the last stage, too), without repeats.
-    known: times of collectives, see _line.
+    known: see _lines.
     """
 
     choices: Sequence[Choice]
     device: Device
-    known: dict[object, tuple[float, float]]
+    known: dict[object, list[tuple[float, float]]]
     groups: list[tuple[int, int, bool]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,11 +158,7 @@ class Table:
         self.groups = list(dict.fromkeys(keys))
         numbered = {key: i for i, key in enumerate(self.groups)}
         self.group = np.array([numbered[key] for key in keys], np.intp)
-        lines = dict[object, list[tuple[float, float]]]()
-        for c in some:
-            if (key := _placed(c)) not in lines:
-                lines[key] = _lines(c, self.device, self.known)
-        self.lines = np.array([lines[_placed(c)] for c in some])
+        self.lines = np.array([_lines(c, self.device, self.known) for c in some])
 
     def taken(self, which: int, nbytes: Vector, times: Vector) -> Vector:
         """Return seconds of `times` COLLECTIVES[which] with `nbytes` in total; shape [choices, ranks]."""
@@ -201,40 +199,34 @@ def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[
 COLLECTIVES = ("gather", "scatter", "gather of experts", "scatter of experts", "sum", "sum of experts", "send")
 
 
-def _placed(c: Choice) -> tuple[object, ...]:
-    return c.pp, c.dp, c.cp, c.ep, c.tp, c.inside, c.zero > 0, c.outer, c.over_experts
+def _lines(c: Choice, device: Device, known: dict[object, list[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Return (seconds of an empty one, seconds a byte) of each of COLLECTIVES; zeros if a choice has none.
 
+    known: the results so far, by the mesh and the axes that are sharded over.
+    """
+    if (key := (axes := tuple(c.mesh.items()), c.zero > 0, c.over_experts)) in known:
+        return known[key]
+    mesh, over = Mesh(axes), c.over_experts
+    shards = () if not c.zero else ("dp",) if c.outer > 1 else (c.sharding,)
+    of_experts = ("dp",) if c.zero and over else () if over else shards
+    outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not over else ("dp",)
 
-def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (seconds of an empty one, seconds a byte) of each of COLLECTIVES; zeros if a choice has none."""
-    shards = ("dp",) if c.outer > 1 else (c.sharding,)
-    outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not c.over_experts else ("dp",) if c.dp > 1 else ()
-    ep = ("ep",) if c.ep > 1 and not c.over_experts else ()
-    of_experts = ("dp",) if c.over_experts and c.dp > 1 else () if c.over_experts else shards
-    axes = {
-        "gather": ("all_gather", shards if c.zero else ()),
-        "scatter": ("reduce_scatter", shards if c.zero else ()),
-        "gather of experts": ("all_gather", of_experts if c.zero else ()),
-        "scatter of experts": ("reduce_scatter", of_experts if c.zero else ()),
-        "sum": ("all_reduce", (*outer, *ep)),
-        "sum of experts": ("all_reduce", outer if c.ep > 1 and not c.over_experts else ()),
-        "send": ("send_recv", ("pp",) if c.pp > 1 else ()),
-    }
-    mesh = Mesh(tuple(c.mesh.items()))
-    return [_line(device, kind, mesh, tuple(a for a in over if a in mesh.names), known) for kind, over in axes.values()]
-
-
-def _line(
-    device: Device, kind: str, mesh: Mesh, axes: tuple[str, ...], known: dict[object, tuple[float, float]]
-) -> tuple[float, float]:
-    if not axes:
-        return 0.0, 0.0
-    first = min(mesh.names.index(a) for a in axes)
-    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # outer axes have no effect
-    if (key := (kind, axes, inner)) not in known:
-        ranks = Mesh((("pp", 2), *inner)).group(0, axes) if axes == ("pp",) else Mesh(inner).group(0, axes)
+    def line(kind: str, *names: str) -> tuple[float, float]:
+        ranks = mesh.group(0, tuple(a for a in names if a in mesh.names))
+        if kind == "send_recv":
+            ranks = ranks[:2]
         none = collective_seconds(device, kind, 0, ranks)
-        known[key] = none, (collective_seconds(device, kind, 1e9, ranks) - none) / 1e9
+        return none, (collective_seconds(device, kind, 1e9, ranks) - none) / 1e9
+
+    known[key] = [
+        line("all_gather", *shards),
+        line("reduce_scatter", *shards),
+        line("all_gather", *of_experts),
+        line("reduce_scatter", *of_experts),
+        line("all_reduce", *outer, *(() if over else ("ep",))),
+        line("all_reduce", *(() if over or c.ep == 1 else outer)),
+        line("send_recv", *(("pp",) if c.pp > 1 else ())),
+    ]
     return known[key]
 
 
@@ -256,11 +248,11 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tu
     Also the layers of the longest stage after the first, relative to the mean: a pipeline fills and drains at its pace,
     and the rank's other stages are shorter.
     """
+    first, one, unit, last = block.vectors
     if block.whole:
-        return [block.one / pp] * 3, 1.0
+        return [one / pp] * 3, 1.0
     if pp == 1:
-        units = (layers - block.before) / block.period
-        return [block.first + block.last + (units - 2) * block.unit] * 3, 1.0
+        return [first + last + ((layers - block.before) / block.period - 2) * unit] * 3, 1.0
     count = pp * per_rank
     counts = balanced(block.beside, count, layers, block.before)
     units_of = [(n - (block.before if i == 0 else 0)) / block.period for i, n in enumerate(counts)]
@@ -268,10 +260,7 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tu
     middle = max(own[1:-1], key=lambda mine: sum(units_of[i] for i in mine), default=own[-1])
 
     def rank(mine: Sequence[int]) -> Vector:
-        each = [
-            (block.first if i == 0 else block.last if i == count - 1 else block.one) + (units_of[i] - 1) * block.unit
-            for i in mine
-        ]
+        each = [(first if i == 0 else last if i == count - 1 else one) + (units_of[i] - 1) * unit for i in mine]
         total: Vector = np.sum(each, 0)
         total[HEIGHT] = max((v[HEIGHT] for v in each), key=np.sum)
         total[SEND] = each[-1][SEND]
@@ -310,7 +299,7 @@ def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
     stays[..., o] *= np.where(zero > 0, part, 1) * ~t.inputs[:, None]
     stays[..., g] *= np.where((zero > 1) & ~kept_whole, part, 1)
     stays[..., p] = np.where(t.all[:, None], cast, stays[..., p])
-    casts = cast * casts_kept(core.checkpoint)
+    casts = 0.0 * cast if "save" in (CHECKPOINTS[core.checkpoint] or {}) else cast  # made again, or kept for backward
     if one_microbatch:  # casts were counted in the microbatch
         kept[..., a] -= casts
     kept = np.where(GROW, kept * rows, 0)
@@ -326,12 +315,7 @@ def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -
     """Return the seconds of a step: of the slowest rank, with its waits for others."""
     shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
     f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
-    once, m, zero = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None], t.zero[:, None]
-    # ZeRO gathers weights in the compute dtype: no microbatch casts them, or casts their gradients back
-    casting, kept = _casting(ranks, device), casts_kept(core.checkpoint)
-    f = f - np.where(zero > 0, np.minimum(casting * (1 - kept), f), 0)
-    b = b - np.where(zero > 0, np.minimum(casting * (2 - kept), b), 0)
-    once = once - np.where(zero > 0, casting * kept, 0)
+    once, m = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None]
     step, forward, backward = _exposed(t, ranks, f, b, device)
     f, b = f + forward, b + backward
     busy = f + b
@@ -342,16 +326,6 @@ def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -
     # stages wait one after another for the gathers of a whole step
     step = step * np.where(t.kept & (t.zero > 0), t.pp, 1)[:, None]
     return (m * busy + waits + once + step).max(1)  # type: ignore[no-any-return]
-
-
-def _casting(ranks: Vector, device: Device) -> Vector:
-    """Return seconds of casting a rank's weights once: three bytes are moved for each byte of a copy."""
-    copies, casts = ranks[..., WEIGHTS.start + 5], ranks[..., WEIGHTS.start]
-    unique, places = np.unique(np.stack([copies, casts], -1).reshape(-1, 2), axis=0, return_inverse=True)
-    seconds = [
-        n * device.op_seconds(Op(0, round(3 * b / n), "float32", name="_to_copy")) if n > 0 else 0 for n, b in unique
-    ]
-    return np.array(seconds)[places.reshape(copies.shape)]
 
 
 def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:

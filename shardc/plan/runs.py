@@ -32,7 +32,7 @@ from shardc.machine.device import Device
 from shardc.optional import registered
 from shardc.plan.few_layers import Subject, facts
 from shardc.plan.space import Choice, Core, Facts, Layers, spec
-from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, joined, lines, part_of, roles, stage
+from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, Vector, lines, part_of, roles, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine_optimizer import assumed
@@ -49,7 +49,7 @@ class Weights(NamedTuple):
     """A stage's parameters, in bytes. casts: copies in the compute dtype; trained: with gradients.
 
     experts: those that are split over an axis of experts. buckets: the smallest buckets that they fill; each parameter
-    counts for at most one. of_experts: buckets of experts. copies: number of ops that cast weights.
+    counts for at most one. of_experts: buckets of experts.
     """
 
     casts: float = 0.0
@@ -57,7 +57,6 @@ class Weights(NamedTuple):
     trained: float = 0.0
     buckets: float = 0.0
     of_experts: float = 0.0
-    copies: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,6 @@ class Stages:
             return lines(self.first, self.two, self.one, (layers - self.before) / self.period - self.base)
         base = self.last if index == count - 1 else self.one
         return lines(base, self.two, self.one, layers / self.period - self.base)
-
-    def alone(self, layers: int) -> Stage:
-        """Return the whole model as one stage, which runs the first stage and then the last."""
-        if self.whole is not None:
-            return self.whole
-        return joined(lines(self.first, self.two, self.one, (layers - self.before) / self.period - 2), self.last)
 
 
 @dataclass
@@ -189,7 +182,6 @@ def _weights(program: Program, coordinate: int) -> Weights:
         float(sum(p.value.nbytes(mesh) for p in trained)),
         sum(buckets.values()),
         sum(buckets.get(p.name, 0.0) for p in spread),
-        float(len(casts)),
     )
 
 
@@ -332,17 +324,21 @@ class Library:
     @property
     def flops(self) -> float:
         """FLOPs of one row, forward and backward (at most twice forward's), with nothing recomputed."""
-        forward, backward = (float(part_of(self._whole(1), kind, "middle")[FLOPS]) for kind in "FB")
+        forward, backward = (float(self._of_model(kind, 1)[FLOPS]) for kind in "FB")
         return forward + min(backward, 2 * forward)
 
     @property
     def products(self) -> float:
         """Seconds of forward's products of one row on one device, in a large microbatch."""
-        return float(part_of(self._whole(64), "F", "middle")[CAUSES][0]) / 64
+        return float(self._of_model("F", 64)[CAUSES][0]) / 64
 
-    def _whole(self, rows: int) -> Stage:
-        """Return the model as one stage on one device, for so many rows a microbatch."""
-        return self.block(Core(), rows).alone(self.layers.number if self.layers else 0)
+    def _of_model(self, kind: str, rows: int) -> Vector:
+        """Return a part of a microbatch of the whole model on one device. Memory is not that of the whole."""
+        s, layers = self.block(Core(), rows), self.layers
+        if s.whole is not None or layers is None:
+            return part_of(s.whole or {}, kind, "middle")
+        first, one, two, last = (part_of(x, kind, "middle") for x in (s.first, s.one, s.two, s.last))
+        return first + last + ((layers.number - s.before) / s.period - 2) * (two - one)  # type: ignore[no-any-return]
 
 
 def fill(bucket: float, trained: float) -> int:

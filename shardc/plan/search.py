@@ -32,7 +32,7 @@ from shardc.plan.stage import Vector
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
-#: The most blocks that tier one runs after those that it begins with.
+#: The most blocks that tier one runs for each kind of splits, after those that it begins with.
 BLOCKS = 10
 #: A prediction is raised by this share for each doubling of an axis from the block that ran: it omits some collectives.
 LESS_SURE = 0.02
@@ -42,24 +42,28 @@ PRICED, DRY_RUNS = 24, 6
 ALIKE = 4
 #: Once a choice fits, others are priced if their estimate is at most this many times its price, and the memory.
 SLOWER, LARGER = 1.12, 1.3
+#: A choice on fewer devices may be faster than the best although its estimate is up to this many times its price.
+UNSURE = 1.15
+#: Shares of memory to fill with live bytes: the next is tried if choices that should fit do not.
+TIGHT = (1.0, 0.9, 0.75, 0.6)
 #: The most choices of a split that fit and may be priced exactly.
 BEST = 64
 #: Choices whose estimate is this many times the memory are not priced.
 FAR = 2.0
-#: Position of each recomputation between none and full at best, in time and in bytes, until a block of it runs.
-SHARES: dict[Keep, tuple[float, float]] = {
-    "cheap": (0.05, 0.9),
-    "products": (0.15, 0.9),
-    "selective": (0.3, 0.95),
-    "sent": (0.4, 0.95),
-    "half": (0.5, 0.5),
-    "quarter": (0.75, 0.75),
-    "eighth": (0.875, 0.875),
-    "full": (1.0, 1.0),
-    "host": (1.0, 1.05),
+#: What recomputation makes of a block until one with it runs: seconds of forward that backward runs again, and bytes
+#: that are kept, as shares.
+AGAIN: dict[Keep, tuple[float, float]] = {
+    "cheap": (0.05, 0.15),
+    "products": (0.15, 0.15),
+    "selective": (0.3, 0.11),
+    "sent": (0.4, 0.11),
+    "full": (1.0, 0.06),
+    "host": (1.0, 0.01),
 }
 #: Recomputation to try if some choice does not fit without; `host` only if nothing else fits.
 KEEPS: tuple[Keep, ...] = tuple(k for k in CHECKPOINTS if k not in ("none", "host"))
+#: The most ranks of experts to begin with.
+EXPERTS = 8
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -68,28 +72,50 @@ class Search:
     """The search for one model on one kind of device.
 
     on: called with progress (subject, done, total). refused: compile's error for each refused split, by name.
-    considered: number of ranked choices. tight: the share of the room that live bytes may take in an estimate.
+    considered: number of ranked choices.
     """
 
     library: Library
     on: OnProgress = lambda subject, done, total: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
-    tight: float = 1.0
     _blocks: dict[Core, Block | None] = field(default_factory=dict)
     _tables: dict[object, Table | None] = field(default_factory=dict)
-    _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
+    _lines: dict[object, list[tuple[float, float]]] = field(default_factory=dict)
     _exact: dict[Choice, Priced | None] = field(default_factory=dict)
 
     @property
     def room(self) -> float:
-        """Bytes for tensors in an estimate: `tight` of the memory, without the least that libraries take."""
-        return max(self.tight * (self.library.usable - self.library.device.outside_bytes(0)), 1.0)
+        """Bytes for tensors in an estimate: the memory without the least that libraries take."""
+        return max(self.library.usable - self.library.device.outside_bytes(0), 1.0)
 
     @property
     def cuts(self) -> int:
         layers = self.library.facts.layers
         return layers.number if layers else self.library.facts.cuts
+
+    def best(self, devices: int, batch: int) -> dict[Choice, Priced]:
+        """Price the best choices exactly, also on 1/2, 1/4, ... of the devices if that may be faster."""
+        exact = dict[Choice, Priced]()
+
+        def fastest() -> float:
+            return min((p.step_seconds for p in exact.values() if p.fits), default=math.inf)
+
+        for tight in TIGHT:  # reserved memory exceeds live memory: if nothing fits, leave room
+            some = self.ranked(devices, batch, tight)
+            exact |= self.refine(some)
+            if fastest() < math.inf or not any(r.peak <= tight * self.room for _, r in some):
+                break
+        least = 3 * self.library.products
+        while fastest() < math.inf and devices % 2 == 0:
+            devices //= 2
+            limit = UNSURE * fastest()
+            if least * batch / devices > limit:  # fewer devices are even slower
+                break
+            some = self.ranked(devices, batch, below=limit)
+            if some and some[0][1].peak <= self.room and some[0][1].seconds <= limit:
+                exact |= self.refine(some)
+        return exact
 
     # --- tier one
 
@@ -106,161 +132,142 @@ class Search:
             if devices % (tp * ep) == 0
         ]
 
-    def longer(self, core: Core, devices: int) -> list[Core]:
-        """Return the split with each number of ranks that can cut the sequence."""
-        widths = sequence_widths(devices // (core.tp * core.ep), self.library.facts.sequence)
-        return [core._replace(cp=cp) for cp in widths]
+    def longer(self, devices: int) -> list[Core]:
+        """Return the splits with each number of ranks that can cut the sequence."""
+        sequence = self.library.facts.sequence
+        return [
+            core._replace(cp=cp)
+            for core in self.splits(devices)
+            for cp in sequence_widths(devices // (core.tp * core.ep), sequence)
+        ]
 
     def block(self, core: Core) -> Block | None:
-        """Return a split's block, which runs once; None if compile refuses it."""
+        """Return a split's block, which runs once; None if compile refuses it, also without sequence parallelism."""
         if core not in self._blocks:
             axes = zip(("tp", "ep", "cp"), core[:3], strict=True)
             name = ", ".join(f"{a}={n}" for a, n in axes if n > 1 or a == "tp")
             name = name if core.checkpoint == "none" else f"{name}, recompute {core.checkpoint}"
             self.on(f"one block at {name}", 0, 0)
-            try:
-                self._blocks[core] = Block.of([self.library.block(core, rows) for rows in ROWS])
-            except ShardcError as e:
-                self._blocks[core] = None
-                self.refused[name] = e
-            else:
-                self.refused.pop(name, None)
+            self._blocks[core] = None
+            for one in dict.fromkeys((core, core._replace(sequence_parallel=False))):
+                try:
+                    stages = [self.library.block(one, rows) for rows in ROWS]
+                    self._blocks[core] = Block.of(stages, sequence_parallel=one.sequence_parallel)
+                except ShardcError as e:
+                    self.refused[name] = e
+                else:
+                    self.refused.pop(name, None)
+                    break
         return self._blocks[core]
 
-    def accepted(self, core: Core) -> Core | None:
-        """Return the split, or else the same without sequence parallelism; None if compile refuses both."""
-        some = dict.fromkeys((core, core._replace(sequence_parallel=False)))
-        return next((one for one in some if self.block(one) is not None), None)
-
     def ranked(
-        self, devices: int, batch: int, cores: Sequence[Core], *, on_host: bool = False, below: float = math.inf
+        self, devices: int, batch: int, tight: float = 1.0, below: float = math.inf
     ) -> list[tuple[Choice, Rough]]:
         """Return choices with estimates: those that seem to fit, by time, then the others, by memory.
 
-        Recomputation is tried only if some choice does not fit without it. Cut rows are tried only if nothing fits or
-        there are few rows. If still nothing fits, recomputed layers keep values in host memory.
-        on_host: also with offload. below: seconds; slower choices are of no use.
+        Recomputation is tried only if some choice does not fit without it; cut rows only if nothing fits or there are
+        few rows. If still nothing fits, recomputed layers keep values in host memory, tensor parallelism goes over
+        nodes, and the state is in host memory.
+        tight: share of the room that live bytes may take. below: seconds; slower choices are of no use.
         """
-        found = self._explored(cores, devices, batch, on_host, below)
-
-        def fits() -> bool:
-            return any(not x.key[0] for x in found.values())
-
-        if not fits() or batch * self.library.device.node < devices:  # cut rows
-            longer = [longer for core in cores for longer in self.longer(core, devices)]
-            found |= self._explored(longer, devices, batch, on_host, below)
-        if not fits():  # recomputed layers keep values in host memory
-            plain = [core for core in found if core.checkpoint == "none"]
-            found |= self._explored(plain, devices, batch, on_host, below, ("host",))
-        every = [x for core in found if found[core].run for x in found[core].best(core, self._sp(core))]
-        self.considered += sum(len(x.seconds) for x in found.values())
-        every.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
-        return every
-
-    def _explored(
-        self,
-        cores: Sequence[Core],
-        devices: int,
-        batch: int,
-        on_host: bool,
-        below: float,
-        keeps: Sequence[Keep] = KEEPS,
-    ) -> dict[Core, _Found]:
-        """Estimate the choices of these splits, also with recomputation, and run the blocks of the best."""
+        cores, longer, room = self.splits(devices), self.longer(devices), tight * self.room
+        few = batch * self.library.device.node < devices
+        plain = [*cores, *longer]
+        kinds: list[tuple[list[Core], tuple[Keep, ...], bool]] = [(plain if few else cores, KEEPS, False)]
         if below == math.inf:
-            for core in _corners(cores):
-                self.accepted(core)
-        ways = dict.fromkeys(way for core in cores for way in self._ways(core, devices, batch, on_host, keeps))
-        found, runs = dict[Core, _Found](), 0
+            over_nodes = self.splits(devices, over_nodes=True)
+            kinds += [(longer, KEEPS, False), (plain, ("host",), False), (over_nodes, KEEPS, False)]
+            kinds += [(plain, (*KEEPS, "host"), True)]
+        found, runs = dict[tuple[Core, bool], _Estimate](), 0
+
+        def estimate(core: Core, on_host: bool) -> None:
+            if (table := self._table(core, devices, batch, on_host)) is not None:
+                found[core, on_host] = self._estimate(core, table, room)
+
         while True:
-            for core in ways:
-                if core not in found or not (found[core].run or found[core].known == self._sources(core)):
-                    found[core] = self._found(core, devices, batch, on_host)
-            best = min((found[core].key for core in ways if found[core].run), default=(True, math.inf))
+            best = min((x.key for x in found.values() if x.ran), default=(True, math.inf))
             limit = best if best[0] else (False, min(best[1], below))
-            left = [core for core in ways if not found[core].run and found[core].key < limit]
-            if not left or runs == BLOCKS:
-                return {core: found[core] for core in ways}
-            core = min(left, key=lambda core: found[core].key)
-            refused = [x for x in self._needed(core) if self.accepted(x) is None]
-            ways = {c: None for c in ways if not any(x in self._needed(c) for x in refused)}
-            runs += not refused
+            left = [way for way, x in found.items() if not x.ran and x.key < limit]
+            if left and runs < BLOCKS:
+                core, _ = min(left, key=lambda way: found[way].key)
+                refused = [x for x in _needed(core) if self.block(x) is None]
+                runs += not refused
+                found = {way: x for way, x in found.items() if not any(y in _needed(way[0]) for y in refused)}
+                for way in [way for way, x in found.items() if not x.ran and x.sources != self._sources(way[0])]:
+                    estimate(*way)
+            elif best[0] and kinds:
+                some, keeps, on_host = kinds.pop(0)
+                runs = 0
+                for core in _corners(some) if below == math.inf else ():
+                    self.block(core)
+                for core in some:
+                    estimate(core, on_host)
+                    x = found.get((core, on_host))
+                    if x is not None and self.library.facts.regions and (x.peaks > room).any():
+                        for keep in keeps:
+                            estimate(core._replace(checkpoint=keep), on_host)
+            else:
+                break
+        self.considered += sum(len(x.seconds) for x in found.values())
+        every = [x for (core, _), e in found.items() if e.ran for x in self._fastest(core, e, room)]
+        return sorted(every, key=lambda x: (x[1].peak > room, x[1].seconds if x[1].peak <= room else x[1].peak))
 
-    def _sp(self, core: Core) -> bool:
-        """Return whether the block that ran for a split has its sequence split along tp."""
-        return core.sequence_parallel and self._blocks.get(self._needed(core)[0]) is not None
+    def _estimate(self, core: Core, table: Table, room: float) -> _Estimate:
+        ran, sources = all(self._blocks.get(x) for x in _needed(core)), self._sources(core)
+        seconds, peaks = rank.priced(table, self._at(core), core, self.library)
+        if not ran:
+            seconds *= 1 + LESS_SURE * min(rank.distance(near, core) for near in sources if near is not None)
+        fits = peaks <= room
+        key = (False, float(seconds[fits].min())) if fits.any() else (True, float(peaks.min()))
+        return _Estimate(ran, table, seconds, peaks, key, sources)
 
-    def _ways(self, core: Core, devices: int, batch: int, on_host: bool, keeps: Sequence[Keep]) -> Iterator[Core]:
-        """Yield a split, and the same with recomputation if one of its choices does not fit."""
-        yield core
-        if self.library.facts.regions and (self._found(core, devices, batch, on_host).peaks > self.room).any():
-            yield from (core._replace(checkpoint=k) for k in keeps)
+    def _fastest(self, core: Core, x: _Estimate, room: float) -> Iterator[tuple[Choice, Rough]]:
+        """Yield a split's fastest choices that fit, and those that need the least memory."""
+        block = self._blocks[_needed(core)[0]]
+        assert block is not None
+        fits = x.peaks <= room
+        some = [*np.argsort(np.where(fits, x.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
+        some += [*np.argsort(x.peaks, kind="stable")[: BEST // 4]]
+        split = {"checkpoint": core.checkpoint, "sequence_parallel": block.sequence_parallel}
+        for i in dict.fromkeys(some):
+            yield replace(x.table.choices[i], **split), Rough(float(x.seconds[i]), float(x.peaks[i]))
 
-    def _needed(self, core: Core) -> list[Core]:
-        """Return the blocks that a split's estimate follows from: with a budget, those of `full` and `none`."""
-        keeps: tuple[Keep, ...] = (core.checkpoint,) if budget(core.checkpoint) is None else ("full", "none")
-        return [core._replace(checkpoint=k) for k in keeps]
+    def _nearest(self, core: Core, keep: Keep) -> Core | None:
+        ran = [c for c, b in self._blocks.items() if b is not None and c.checkpoint == keep]
+        return min(ran, key=lambda c: rank.distance(c, core), default=None)
 
     def _sources(self, core: Core) -> tuple[Core | None, ...]:
-        """Return the nearest block that ran with the same recomputation, with none, and with `full`."""
-        ran = [c for c, b in self._blocks.items() if b is not None]
-        keeps = dict.fromkeys((core.checkpoint, "none", "full"))
-        near = ([c for c in ran if c.checkpoint == k] for k in keeps)
-        return tuple(min(some, key=lambda c: rank.distance(c, core), default=None) for some in near)
-
-    def _known(self, core: Core) -> Block | None:
-        some = (core, core._replace(sequence_parallel=False))
-        return next((b for one in some if (b := self._blocks.get(one)) is not None), None)
-
-    def _found(self, core: Core, devices: int, batch: int, on_host: bool) -> _Found:
-        table = self._table(core, devices, batch, on_host)
-        each = [self._known(x) for x in self._needed(core)]
-        if table is None:
-            return _Found(all(each), None, np.zeros(0), np.zeros(0), self.room, ())
-        if all(each):
-            share = budget(core.checkpoint)
-            block = each[0] if share is None else each[0].between(each[1], share, share)  # type: ignore[union-attr,arg-type]
-        else:
-            block = self._foretold(core)
-        assert block is not None
-        seconds, peaks = rank.priced(table, block, core, self.library)
-        sources = self._sources(core)
-        if not all(each):
-            seconds = seconds * (1 + LESS_SURE * min(rank.distance(near, core) for near in sources if near is not None))
-        return _Found(all(each), table, seconds, peaks, self.room, sources)
-
-    def _foretold(self, core: Core) -> Block:
-        """Predict the block of a split that did not run.
-
-        Without recomputation: the nearest block that ran, divided among other ranks. With recomputation: as far between
-        none and full as in the nearest block with the same recomputation.
-        """
-        keep, plain = core.checkpoint, core._replace(checkpoint="none")
-        ran = [c for c, b in self._blocks.items() if b is not None and c.checkpoint == keep]
-        near = min(ran, key=lambda c: rank.distance(c, core), default=None)
-        if keep == "none":
-            assert near is not None
-            block = self._blocks[near]
-            assert block is not None
-            return block.scaled(rank.factors(near, core, block, self.library.device))
-        none = self._at(plain)
-        full = _all_again(none) if keep == "full" else self._at(core._replace(checkpoint="full"))
-        seconds, nbytes = SHARES[keep] if near is None else self._shares(near)
-        return none.between(full, seconds, nbytes)
+        """Return the nearest blocks that ran without recomputation, and with it."""
+        return self._nearest(core, "none"), self._nearest(core, _needed(core)[0].checkpoint)
 
     def _at(self, core: Core) -> Block:
-        return self._known(core) or self._foretold(core)
+        """Return a split's block. If it did not run: the nearest one, divided among other ranks and recomputed."""
+        if (block := self._blocks.get(core)) is not None:
+            return block
+        if core.checkpoint != "none":
+            return self._at(core._replace(checkpoint="none")).again(*self._again(core))
+        near = self._nearest(core, "none")
+        assert near is not None
+        block = self._blocks[near]
+        assert block is not None
+        return block.scaled(rank.factors(near, core, block, self.library.device))
 
-    def _shares(self, near: Core) -> tuple[float, float]:
-        """Return how far a recomputation is on the way from none to full, in time and in bytes."""
-        none = self._at(near._replace(checkpoint="none"))
-        full = _all_again(none) if near.checkpoint == "full" else self._at(near._replace(checkpoint="full"))
-        one, less, more = self._at(near).unit, none.unit, full.unit
-        each = []
-        for columns in (rank.B, rank.KEPT):
-            whole = float((more - less)[columns].sum())
-            each.append(float((one - less)[columns].sum()) / whole if whole else 1.0)
-        return each[0], each[1]
+    def _again(self, core: Core) -> tuple[float, float]:
+        """Return the share of forward that backward runs again, and that of bytes that are kept.
+
+        Both are those of the nearest block that ran with the same recomputation; a budget's are between `full` and
+        nothing.
+        """
+        if (share := budget(core.checkpoint)) is not None:
+            seconds, kept = self._again(core._replace(checkpoint="full"))
+            return (1 - share) * seconds, share + (1 - share) * kept
+        near = self._nearest(core, core.checkpoint)
+        if near is None:
+            return AGAIN[core.checkpoint]
+        one, none = self._at(near).unit, self._at(near._replace(checkpoint="none")).unit
+        forward, kept = float(none[rank.F].sum()), float(none[rank.KEPT].sum())
+        more = float((one - none)[rank.B].sum())
+        return more / forward if forward else 0.0, float(one[rank.KEPT].sum()) / kept if kept else 1.0
 
     def _table(self, core: Core, devices: int, batch: int, on_host: bool) -> Table | None:
         key = core[:3], core.checkpoint == "none", devices, batch, on_host
@@ -275,7 +282,7 @@ class Search:
     def spreads(self, devices: int, batch: int, cores: Iterable[Core]) -> bool:
         """Return whether so many rows can be spread over so many devices by one of these splits."""
         some = (core for core in cores if self._table(core, devices, batch, False) is not None)
-        return any(self.accepted(core) is not None for core in some)
+        return any(self.block(core) is not None for core in some)
 
     # --- tier two
 
@@ -293,25 +300,39 @@ class Search:
         prices: dict[Choice, Priced] = {}
         dry_runs, families = set[object](), Counter[object]()
         alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs its own dry run
-        off = _Off(self.library.usable, self.library.device.outside_bytes(0))
+        off = dict[object, tuple[float, float]]()  # exact to estimated seconds and bytes, by kind of choice
+        usable, outside = self.library.usable, self.library.device.outside_bytes(0)
+        best, least = math.inf, 1.0
+
+        def corrected(x: tuple[Choice, Rough]) -> tuple[bool, float]:
+            """Return a key that puts first what fits, by time, then the rest, by memory."""
+            seconds, nbytes = _of_kind(x[0], off)
+            needs = (x[1].peak + outside) * nbytes
+            return (True, needs) if needs > usable else (False, x[1].seconds * seconds)
+
         rest = list(ranked)
         while rest and len(prices) < PRICED:
-            c, rough = min(rest, key=lambda x: off.key(*x))
-            rest.remove((c, rough))
+            c, rough = one = min(rest, key=corrected)
+            rest.remove(one)
             family, run = (c.core, c.pp, c.dp, c.rows), self._dry_run(c)
-            most = DRY_RUNS if off.best < math.inf else 2 * DRY_RUNS
-            if families[family] >= alike or (run not in dry_runs and len(dry_runs) >= most):
+            if families[family] >= alike:
                 continue
-            if off.behind(c, rough) or (prices and rough.peak > FAR * self.library.usable):
+            if run not in dry_runs and len(dry_runs) >= (DRY_RUNS if best < math.inf else 2 * DRY_RUNS):
+                continue
+            if best < math.inf and rough.seconds * min(_of_kind(c, off)[0], least) > SLOWER * best:
+                continue
+            if prices and rough.peak > (LARGER if best < math.inf else FAR) * usable:
                 continue
             families[family] += 1
-            dry_runs.add(run)
             self.on(str(c), len(prices), PRICED)
             if (exact := self.exact(c)) is None:
-                dry_runs.discard(run)
-            else:
-                prices[c] = exact
-                off.priced(c, rough, exact)
+                continue
+            dry_runs.add(run)
+            prices[c] = exact
+            ratio = exact.step_seconds / rough.seconds
+            off |= dict.fromkeys(_kinds(c), (ratio, exact.needs / max(rough.peak + outside, 1.0)))
+            least = min(least, ratio)
+            best = min(best, exact.step_seconds) if exact.fits else best
         self._vary(prices)
         return prices
 
@@ -351,101 +372,38 @@ class Search:
         return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
 
 
-class _Found(NamedTuple):
-    """The estimates of a split's choices. run: whether its block ran; known: the blocks it follows from."""
+class _Estimate(NamedTuple):
+    """The estimates of a split's choices. ran: whether its block ran; sources: the blocks that it follows from.
 
-    run: bool
-    table: Table | None
+    key: (whether nothing fits, seconds of the fastest that fits, or else the fewest bytes).
+    """
+
+    ran: bool
+    table: Table
     seconds: Vector
     peaks: Vector
-    room: float
-    known: tuple[Core | None, ...]
-
-    @property
-    def key(self) -> tuple[bool, float]:
-        """(Whether nothing fits, seconds of the fastest that fits, or else the fewest bytes)."""
-        fits = self.peaks <= self.room
-        if fits.any():
-            return False, float(self.seconds[fits].min())
-        return True, float(self.peaks.min()) if len(self.peaks) else math.inf
-
-    def best(self, core: Core, sequence_parallel: bool) -> Iterator[tuple[Choice, Rough]]:
-        """Yield the fastest choices that fit, and those that need the least memory."""
-        if self.table is None:
-            return
-        fits = self.peaks <= self.room
-        some = [*np.argsort(np.where(fits, self.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
-        some += [*np.argsort(self.peaks, kind="stable")[: BEST // 4]]
-        for i in dict.fromkeys(some):
-            c = replace(self.table.choices[i], checkpoint=core.checkpoint, sequence_parallel=sequence_parallel)
-            yield c, Rough(float(self.seconds[i]), float(self.peaks[i]))
+    key: tuple[bool, float]
+    sources: tuple[Core | None, ...]
 
 
-@dataclass
-class _Off:
-    """Ratios of exact prices to estimates, in seconds and in bytes, by kind of choice."""
+def _needed(core: Core) -> list[Core]:
+    """Return the blocks that a split's estimate needs: with a budget, those of `full` and `none`."""
+    keeps: tuple[Keep, ...] = (core.checkpoint,) if budget(core.checkpoint) is None else ("full", "none")
+    return [core._replace(checkpoint=k) for k in keeps]
 
-    memory: float
-    outside: float
-    best: float = math.inf
-    least: float = 1.0
-    _seconds: dict[object, float] = field(default_factory=dict)
-    _bytes: dict[object, float] = field(default_factory=dict)
 
-    @staticmethod
-    def _kinds(c: Choice) -> tuple[object, object, object]:
-        kind = c.zero, c.kept, c.offload, c.per_rank > 1, SCHEDULES[c.schedule].splits_backward
-        return (kind, c.core), ("core", c.core), kind
+def _kinds(c: Choice) -> tuple[object, ...]:
+    """Return the kinds of choices whose estimates have similar errors, the most similar first."""
+    kind = c.zero, c.kept, c.offload, c.per_rank > 1, SCHEDULES[c.schedule].splits_backward
+    return (kind, c.core), ("core", c.core), kind
 
-    def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
-        self._seconds |= dict.fromkeys(self._kinds(c), exact.step_seconds / rough.seconds)
-        self._bytes |= dict.fromkeys(self._kinds(c), exact.reserved / max(rough.peak, 1.0))
-        self.outside = max(self.outside, exact.outside)
-        self.least = min(self.least, exact.step_seconds / rough.seconds)
-        if exact.fits:
-            self.best = min(self.best, exact.step_seconds)
 
-    def _of(self, c: Choice, known: dict[object, float]) -> float:
-        return next((known[k] for k in self._kinds(c) if k in known), 1.0)
-
-    def key(self, c: Choice, rough: Rough) -> tuple[bool, float]:
-        nbytes = rough.peak * self._of(c, self._bytes)
-        over = nbytes > self.memory - self.outside
-        return over, nbytes if over else rough.seconds * self._of(c, self._seconds)
-
-    def behind(self, c: Choice, rough: Rough) -> bool:
-        """Return whether a choice cannot be better than the best that fits."""
-        slow = rough.seconds * min(self._of(c, self._seconds), self.least)
-        return self.best < math.inf and (slow > SLOWER * self.best or rough.peak > LARGER * self.memory)
+def _of_kind(c: Choice, known: dict[object, tuple[float, float]]) -> tuple[float, float]:
+    return next((known[k] for k in _kinds(c) if k in known), (1.0, 1.0))
 
 
 def _corners(cores: Sequence[Core]) -> list[Core]:
-    """Return the splits to begin with: no axis, each axis at its largest (ep: at most _EXPERTS), and both."""
-    tp, ep = max((c.tp for c in cores), default=1), [c.ep for c in cores if c.ep <= _EXPERTS]
+    """Return the splits to begin with: no axis, each axis at its largest (ep: at most EXPERTS), and both."""
+    tp, ep = max((c.tp for c in cores), default=1), [c.ep for c in cores if c.ep <= EXPERTS]
     ends = {1, tp}, {1, max(ep, default=1)}
     return [c for c in cores if c.tp in ends[0] and c.ep in ends[1] and c.cp == 1]
-
-
-#: The most ranks of experts to begin with.
-_EXPERTS = 8
-
-
-def _all_again(none: Block) -> Block:
-    """Return a block with everything recomputed from one with nothing: each backward runs another forward."""
-
-    def again(v: Vector) -> Vector:
-        made = v.copy()
-        made[rank.B] += v[rank.F]
-        made[rank.KEPT] *= _BOUNDARY
-        made[rank.HEIGHT] += v[rank.KEPT] * (1 - _BOUNDARY)
-        return made
-
-    # one layer at a time is recomputed
-    first, one, last = (again(v) for v in (none.first, none.one, none.last))
-    unit = again(none.unit)
-    unit[rank.HEIGHT] = none.unit[rank.HEIGHT]
-    return replace(none, first=first, one=one, unit=unit, last=last)
-
-
-#: The share of a fully recomputed layer's bytes that is kept.
-_BOUNDARY = 0.06

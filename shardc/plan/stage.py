@@ -33,7 +33,7 @@ WIDTH = OF_UPDATE + 1
 #: What the first microbatch leaves for the others: gradients, cast weights, weights that stay gathered.
 SHARED = "gradients", "parameters", "gathered"
 _SHARED = [KINDS.index(k) for k in SHARED]
-_KIND, _STILL, _STAGES = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still"), WHAT.index("pp")
+_KIND, _STILL = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still")
 
 #: Key of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" microbatch).
 Key = tuple[str, str]
@@ -175,17 +175,6 @@ def _undivided(s: Stage) -> Stage:
     """Return the stage with backward as one part."""
     found = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
     return found | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
-
-
-def joined(front: Stage, back: Stage) -> Stage:
-    """Return two stages as one, which sends to no other stage."""
-    made: Stage = {}
-    for kind, which in {**front, **back}:
-        if not kind.startswith(("SEND", "RECV")):
-            a, b = part_of(front, kind, which), part_of(back, kind, which)
-            made[kind, which] = then(b, a) if kind in ("B", "I", "W") else then(a, b)
-            made[kind, which][CAUSES][_STAGES] = 0.0
-    return made
 
 
 def part_of(s: Stage, kind: str, which: str) -> Vector:

@@ -582,7 +582,7 @@ def test_heads_that_do_not_divide() -> None:
     q = planner(model, batch)
     with pytest.raises(shardc.ShardcError):
         q.library.block(Core(tp=3))
-    assert [core.tp for core in q.finder.splits(3) if q.finder.accepted(core)] == [1]
+    assert [core.tp for core in q.finder.splits(3) if q.finder.block(core)] == [1]
     assert "tp=3" in q.finder.refused
 
 
@@ -611,8 +611,7 @@ def test_experts_are_offered() -> None:
     q = planner(Sparse(), {"x": torch.zeros(8, 4, 16)})
     assert q.facts.number == 4
     assert q.facts.experts == ("mixture",)
-    cores = [core for core in q.finder.splits(2) if core.ep == 2]
-    found = [c for c, _ in q.finder.ranked(2, 8, cores) if c.ep == 2]
+    found = [c for c, _ in q.finder.ranked(2, 8) if c.ep == 2]
     assert found
     assert spec(found[0], q.facts)["experts"] == [{"match": "mixture", "axis": "ep"}]
 
@@ -747,9 +746,8 @@ def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best()
     q = elsewhere(sparse_stacked(), pairs)
     given = price(q.library, Spec.load(spec(four, q.facts)), 16)
     q = elsewhere(q, pairs.model_copy(update={"memory": given.needs}))
-    splits = [c for c in q.finder.splits(8) if c.ep == 4]
-    assert {(c.tp, c.ep) for c in splits} == {(1, 4), (2, 4)}
-    found = [p for p in q.finder.refine(q.ranked(8, 16, splits)).values() if p.needs <= given.needs]
+    assert {c.tp for c in q.finder.splits(8) if c.ep == 4} == {1, 2}
+    found = [p for p in q.finder.best(8, 16).values() if p.needs <= given.needs]
     assert min(p.step_seconds for p in found) <= given.step_seconds
 
 
@@ -803,7 +801,6 @@ def test_the_largest_number_is_solved_where_memory_goes_up_in_steps() -> None:
 
 def test_nothing_is_the_largest() -> None:
     assert Largest(lambda n: 10.0, 5.0).solve(8) == 0
-    assert Largest(lambda n: 1.0, 5.0, most=64).solve() == 64
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
