@@ -14,7 +14,6 @@ streams       when every collective runs on its communicator's stream, and the c
 waterfall     a step's seconds, cause by cause
 caching_allocator
               the memory that torch's allocator reserves on a GPU
-fewer_layers  leaves out repeated layers of a model
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """Capture the planned model for any number of rows and layers, each combination once.
 
-A model of 126 equal layers is captured as a shallow copy with its first 5: the full graph begins in the same way.
+Few of 126 equal layers are captured from a shallow copy of the model that has only these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.capture import capture
-from shardc.cost.fewer_layers import layer_lists, with_layers
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.patterns import match
@@ -45,13 +44,20 @@ class Subject:
     batch: Any
     loss: Loss | None = None
     _short: dict[int, nn.Module] = field(default_factory=dict)
-    _counts: bool = False
     _captured: dict[tuple[int, int | None, int | None], Program] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> Layers | None:
-        """The model's list of repeated layers; None if there is no list that is long enough to shorten."""
-        return _repeated(self.model)
+        """The model's list of repeated layers. None without one that is long enough to shorten.
+
+        None, too, if the model cannot run with few of them, as one whose forward counts them.
+        """
+        self.layers = _repeated(self.model)
+        try:
+            self.captured(2, UNITS)
+        except ShardcError:
+            return None
+        return self.layers
 
     def match_layers_alike(self, patterns: Set[str]) -> bool:
         """Return whether each pattern matches the same names in every layer: none selects single layers."""
@@ -95,30 +101,18 @@ class Subject:
         """Return the captured program. units: of layers; None: all. Raises ShardcError as capture does."""
         key = rows, units, sequence
         if key not in self._captured:
-            self._captured[key] = self._capture(*key)
+            batch = self.example(rows, sequence)
+            self._captured[key] = capture(self.model_of(units), batch, loss=self.loss, prove=False)
         return self._captured[key]
 
-    def _capture(self, rows: int, units: int | None, sequence: int | None) -> Program:
-        if units is None or self.layers is None:
-            return capture(self.model, self.example(rows, sequence), loss=self.loss, prove=False)
-        count = self.layers.first + units * self.layers.period
-        if units < UNITS:
-            return with_layers(self.captured(rows, UNITS, sequence), count)
-        if not self._counts:
-            try:
-                return capture(self.model_of(units), self.example(rows, sequence), loss=self.loss, prove=False)
-            except ShardcError:
-                self._counts = True  # its forward counts the layers
-        return with_layers(self.captured(rows, None, sequence), count)
-
     def model_of(self, units: int | None) -> nn.Module:
-        """Return the module to pass to compile for so many units of layers, with the model's plan and name."""
-        if units is None or self.layers is None or self._counts:
+        """Return the model with so many units of layers. None: all; also without a list of repeated layers."""
+        if units is None or self.layers is None:
             return self.model
-        keep = self.layers.first + max(units, UNITS) * self.layers.period
-        if keep not in self._short:
-            self._short[keep] = _shortened(self.model, self.layers.name, keep)
-        return self._short[keep]
+        if units not in self._short:
+            keep = self.layers.first + units * self.layers.period
+            self._short[units] = _shortened(self.model, self.layers.name, keep)
+        return self._short[units]
 
 
 def facts(subject: Subject) -> Facts:
@@ -136,13 +130,20 @@ def facts(subject: Subject) -> Facts:
         layers=subject.layers,
         dtype=str(first.dtype).removeprefix("torch.") if first is not None else "float32",
         number=number,
-        cuts=max(sum(map(len, lists.values())), 1),
+        cuts=max(sum(lists.values()), 1),
         shard={"use": "model" if model_plan.read(subject.model) else "structure"},
         regions=tuple(f"{name}.*" if name else "*" for name in lists),
         sequences=tuple(f"{name}.*" for name in lists if name and _hands_on(program, name)),
         experts=modules,
         encoders=encoders(list(lists)),
     )
+
+
+def layer_lists(program: Program) -> dict[str, int]:
+    """Return the lists of layers in the order in which they run, with the number of layers of each."""
+    layers = dict.fromkeys(layer_of(source_of(n).module) for n in program.graph.nodes if n.op == "call_function")
+    numbers = Counter(layer[0] for layer in layers if layer is not None)
+    return {name: n for name, n in numbers.items() if n > 1}
 
 
 def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:

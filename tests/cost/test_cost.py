@@ -19,7 +19,6 @@ from shardc.api import Program
 from shardc.capture import capture
 from shardc.cost import Cost, device
 from shardc.cost.dry_run import dry_run
-from shardc.cost.fewer_layers import layer_lists, with_layers
 from shardc.cost.measured.device_file import measured_file
 from shardc.machine.flops import traffic_of
 from shardc.machine.work import Op
@@ -225,43 +224,6 @@ def test_communication_is_what_the_program_says() -> None:
     found = cost({"tp": 2}, shard=MEGATRON)
     each = 5 * 40 * 96 * 2  # an activation's bytes
     assert found.comm["tp", "all_reduce"] >= 3 * 4 * each  # two in forward and two in backward of each layer
-
-
-# --- models of many layers from few
-
-
-def test_what_layers_take_is_linear_in_their_number() -> None:
-    model, batch = gpt3(layers=4)
-    whole = capture(model, batch, prove=False)
-    assert layer_lists(whole) == {"h": list("0123")}
-
-    def priced(program: Program) -> Cost:
-        spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": MEGATRON, "uneven": "pad"}
-        return shardc.compile(model, batch, spec, captured=program).cost()
-
-    two, three, four = (priced(with_layers(whole, n)).ranks[0] for n in (2, 3, 4))
-    assert 2 * three.memory.peak - two.memory.peak == pytest.approx(four.memory.peak, rel=0.02)
-    assert 2 * three.flops - two.flops == four.flops
-    assert 2 * three.seconds - two.seconds == pytest.approx(four.seconds, rel=0.02)
-    sent = [each.comm["tp", "all_reduce"] for each in (two, three, four)]
-    assert 2 * sent[1] - sent[0] == sent[2]
-
-
-def test_layers_that_others_use_stay() -> None:
-    class Skips(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.h = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            every = []
-            for layer in self.h:
-                x = layer(x)
-                every.append(x)
-            return torch.stack(every).sum()
-
-    with pytest.raises(shardc.ShardcError, match="of a layer that would be left out"):
-        with_layers(capture(Skips(), torch.randn(2, 4), prove=False), 2)
 
 
 # --- devices
