@@ -161,7 +161,7 @@ class Table:
         self.lines = np.array([_lines(c, self.device, self.known) for c in some])
 
     def taken(self, which: int, nbytes: Vector, times: Vector) -> Vector:
-        """Return seconds of `times` COLLECTIVES[which] with `nbytes` in total; shape [choices, ranks]."""
+        """Return seconds of `times` collectives `which` (see _lines) with `nbytes` in total; shape [choices, ranks]."""
         line = self.lines[:, which, :, None]
         return line[:, 0] * times + line[:, 1] * nbytes
 
@@ -194,14 +194,11 @@ def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[
     return idle / (forward + backward), first, last
 
 
-#: Collectives of data axes and pipeline neighbours: gathers and scatters of sharded weights, and of experts that are
-#: sharded over another axis; sums of the remaining gradients, not of experts and of experts; sends to the next stage.
-COLLECTIVES = ("gather", "scatter", "gather of experts", "scatter of experts", "sum", "sum of experts", "send")
-
-
 def _lines(c: Choice, device: Device, known: dict[object, list[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Return (seconds of an empty one, seconds a byte) of each of COLLECTIVES; zeros if a choice has none.
+    """Return (seconds of an empty one, seconds a byte) of collectives over data axes and of sends; zeros without any.
 
+    Gathers and scatters of sharded weights, the same of experts that are sharded over another axis; sums of the
+    remaining gradients, not of experts and of experts; sends to the next stage.
     known: the results so far, by the mesh and the axes that are sharded over.
     """
     if (key := (axes := tuple(c.mesh.items()), c.zero > 0, c.over_experts)) in known:
@@ -237,9 +234,10 @@ def priced(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector
     """Return (seconds, live bytes at the peak) of all choices of a table."""
     layers = library.layers
     each = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]
-    ranks, uneven = np.array([vectors for vectors, _ in each])[t.group], np.array([n for _, n in each])[t.group]
-    peaks = _peaks(t, ranks, core, library.microbatches == 1)
-    return _step(t, ranks, uneven, core, library.device), peaks.max(1)
+    ranks, uneven = (np.array(of_all)[t.group] for of_all in zip(*each, strict=True))
+    weights = _Weights.of(t, ranks)
+    seconds = _step(t, ranks, uneven, weights, library.device)
+    return seconds, _peaks(t, ranks, weights, core, library.microbatches == 1).max(1)
 
 
 def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tuple[list[Vector], float]:
@@ -269,28 +267,33 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tu
     return [rank(own[0]), rank(middle), rank(own[-1])], max(counts[1:]) * count / layers
 
 
-def _weights(ranks: Vector) -> tuple[Vector, Vector, Vector, Vector]:
-    """Return bytes of weights in the compute dtype and of gradients, experts' share, number of buckets.
+class _Weights(NamedTuple):
+    """Bytes of weights: copies in the compute dtype, the weights as products use them, gradients; experts' share.
 
-    Each has the shape [choices, ranks]. The buckets have the smallest size.
+    buckets: how many a rank sends. Each has the shape [choices, ranks].
     """
-    p, g = ranks[..., STAYS.start + KIND["parameters"]], ranks[..., STAYS.start + KIND["gradients"]]
-    casts, experts, _, buckets, *_ = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
-    cast = np.minimum(casts, p)
-    whole = np.where(cast > 0, np.minimum(p - cast, p), p)  # weights without a copy are used as stored
-    return whole, g, np.minimum(experts / np.where(p > 0, p, 1.0), 1.0), buckets
+
+    cast: Vector
+    whole: Vector
+    grads: Vector
+    experts: Vector
+    buckets: Vector
+
+    @staticmethod
+    def of(t: Table, ranks: Vector) -> _Weights:
+        p, grads = (ranks[..., STAYS.start + KIND[k]] for k in ("parameters", "gradients"))
+        casts, experts, _, smallest = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
+        cast, per_rank = np.minimum(casts, p), t.per_rank[:, None]
+        whole = np.where(cast > 0, p - cast, p)  # weights without a copy are used as stored
+        experts = np.minimum(experts / np.where(p > 0, p, 1.0), 1.0)
+        each = np.ceil(np.minimum(smallest, grads / t.bucket[:, None]) / per_rank)
+        return _Weights(cast, whole, grads, experts, np.maximum(each, 1) * per_rank)
 
 
-def _buckets(t: Table, smallest: Vector, grads: Vector) -> Vector:
-    each = np.ceil(np.minimum(smallest, grads / t.bucket[:, None]) / t.per_rank[:, None])
-    return np.maximum(each, 1) * t.per_rank[:, None]  # type: ignore[no-any-return]
-
-
-def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
+def _peaks(t: Table, ranks: Vector, weights: _Weights, core: Core, one_microbatch: bool) -> Vector:
     stays, kept, height = (ranks[..., s].copy() for s in (STAYS, KEPT, HEIGHT))
     p, o, g, a = (KIND[k] for k in ("parameters", "optimizer", "gradients", "activations"))
-    whole, grads, experts, smallest = _weights(ranks)
-    cast = np.minimum(ranks[..., WEIGHTS.start], stays[..., p])
+    cast, whole, grads, experts, buckets = weights
     zero, kept_whole, rows = t.zero[:, None], t.kept[:, None], t.rows[:, None, None]
     part = 1 / t.sharded[:, None] + experts * (1 / t.experts_sharded - 1 / t.sharded)[:, None]
     shares = stays[..., p] * part
@@ -306,17 +309,17 @@ def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
     stays[..., p] += np.where(zero == 0, casts, 0)
     height = np.where(GROW, height * rows, height * (np.arange(N) == KIND["still"]))
     each = (zero > 1) & ~kept_whole
-    passing = np.minimum(2 / _buckets(t, smallest, grads), 1) * (grads + np.where(zero == 3, whole, 0))
+    passing = np.minimum(2 / buckets, 1) * (grads + np.where(zero == 3, whole, 0))
     kinds = stays + t.alive[..., None] * kept + np.maximum(height, -kept)
     return np.maximum(kinds, 0).sum(2) + np.where(each, passing, 0)  # type: ignore[no-any-return]
 
 
-def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -> Vector:
+def _step(t: Table, ranks: Vector, uneven: Vector, weights: _Weights, device: Device) -> Vector:
     """Return the seconds of a step: of the slowest rank, with its waits for others."""
     shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
     f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
     once, m = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None]
-    step, forward, backward = _exposed(t, ranks, f, b, device)
+    step, forward, backward = _exposed(t, weights, f, b, device)
     f, b = f + forward, b + backward
     busy = f + b
     waits = (t.idle * uneven * busy.mean(1))[:, None]
@@ -328,11 +331,11 @@ def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -
     return (m * busy + waits + once + step).max(1)  # type: ignore[no-any-return]
 
 
-def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
+def _exposed(t: Table, weights: _Weights, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
     """Return exposed seconds of the data axes' collectives: once a step, per forward, per backward."""
-    whole, grads, experts, smallest = _weights(ranks)
+    _, whole, grads, experts, buckets = weights
     zero, over = t.zero[:, None], t.over[:, None]
-    dense, buckets, slower = 1 - experts, _buckets(t, smallest, grads), 1 - device.reaches.computing
+    dense, slower = 1 - experts, 1 - device.reaches.computing
     apart = np.where(over, dense, 1.0)
 
     def taken(kind: int, nbytes: Vector) -> Vector:
@@ -346,19 +349,13 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     ends = t.per_rank[:, None] / buckets
     seen = np.maximum(ends, _SEEN)
 
-    # one op uses all experts' weights: only computation between two buckets hides their collectives
-    together = np.minimum(ranks[..., WEIGHTS.start + 4] / np.maximum(smallest, 1e-9), 1.0)
-
-    def in_turn(sent: Vector, computed: Vector, shown: Vector) -> Vector:
-        return beside(sent * dense, computed, shown) + beside(sent * experts, computed * together, shown)
-
     def beside(sent: Vector, computed: Vector, shown: Vector) -> Vector:
         return np.maximum(sent - computed * (1 - shown), (shown + slower * (1 - shown)) * sent)
 
     each = (zero == 3) & ~t.kept[:, None]
-    scattered = in_turn(scatter, b, ends)
-    forward = np.where(each, in_turn(gather, f, seen), 0)
-    backward = np.where(each, in_turn(gather + scatter, b, seen), np.where(zero == 2, scattered, 0))
+    scattered = beside(scatter, b, ends)
+    forward = np.where(each, beside(gather, f, seen), 0)
+    backward = np.where(each, beside(gather + scatter, b, seen), np.where(zero == 2, scattered, 0))
     last = np.where(zero == 0, 0, np.where(each, backward, scattered))
     last = np.maximum(beside(summed + np.where(each, gather, 0), b, ends), last) - backward
     once = np.where((zero > 0) & ~each, beside(gather, f, seen), 0)

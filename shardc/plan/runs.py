@@ -49,14 +49,13 @@ class Weights(NamedTuple):
     """A stage's parameters, in bytes. casts: copies in the compute dtype; trained: with gradients.
 
     experts: those that are split over an axis of experts. buckets: the smallest buckets that they fill; each parameter
-    counts for at most one. of_experts: buckets of experts.
+    counts for at most one.
     """
 
     casts: float = 0.0
     experts: float = 0.0
     trained: float = 0.0
     buckets: float = 0.0
-    of_experts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -175,13 +174,11 @@ def _weights(program: Program, coordinate: int) -> Weights:
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.digits(e.axis)}
     trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
     spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]
-    buckets = {p.name: min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained}
     return Weights(
         float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
         float(sum(p.value.nbytes(mesh) for p in spread)),
         float(sum(p.value.nbytes(mesh) for p in trained)),
-        sum(buckets.values()),
-        sum(buckets.get(p.name, 0.0) for p in spread),
+        sum(min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained),
     )
 
 
