@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -144,17 +144,26 @@ def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
     return balanced(beside_layers(stages), count, layers, stages.before)
 
 
-def balanced(beside: tuple[float, float], count: int, layers: int, before: int) -> tuple[int, ...]:
+def balanced(beside: tuple[float, float], count: int, layers: int, before: int = 0) -> tuple[int, ...]:
     """Divide layers over `count` stages, so that the slowest stage is as fast as possible.
 
     beside: time of the first and last stage outside layers, in layers. before: layers that the first stage always has.
+    Of equal stages the last gets one more first, as later stages keep fewer microbatches.
+
+    >>> balanced((0.5, 0.0), 3, 6)
+    (1, 3, 2)
     """
-    first, last = beside
-    busy = [1.0] * count
-    busy[0] += first
-    busy[-1] += last
-    more = spread(busy, layers - count - before)
-    return tuple(1 + (before if i == 0 else 0) + n for i, n in enumerate(more))
+    counts, busy = [1 + before] + [1] * (count - 1), [1.0] * count
+    busy[0] += beside[0]
+    busy[-1] += beside[1]
+    soonest = [(round(seconds, 6), -i) for i, seconds in enumerate(busy)]
+    heapq.heapify(soonest)
+    for _ in range(layers - count - before):
+        i = -soonest[0][1]
+        counts[i] += 1
+        busy[i] += 1
+        heapq.heapreplace(soonest, (round(busy[i], 6), -i))
+    return tuple(counts)
 
 
 def beside_layers(stages: Stages) -> tuple[float, float]:
@@ -172,34 +181,6 @@ def beside_layers(stages: Stages) -> tuple[float, float]:
     return (seconds(stages.first) - seconds(one)) / more, (seconds(stages.last) - seconds(one)) / more
 
 
-def spread(busy: Sequence[float], layers: int) -> list[int]:
-    """Return how many more layers each stage gets, so that the slowest stage is as fast as possible.
-
-    busy: its time so far, in layers. Of equal stages the last comes first, as later stages keep fewer microbatches.
-
-    >>> spread([1.5, 1.0, 1.0], 3)
-    [0, 1, 2]
-    """
-    # start from the even time of fractional layers, rounded down: only the remainder needs the heap
-    more = sorted(busy)
-    even = (layers + sum(more)) / len(more)
-    while more[-1] > even:
-        more.pop()
-        even = (layers + sum(more)) / len(more)
-    counts = [max(math.floor(even - seconds - _ROUNDED), 0) for seconds in busy]
-    soonest = [(round(seconds + n, 6), -i) for i, (seconds, n) in enumerate(zip(busy, counts, strict=True))]
-    heapq.heapify(soonest)
-    for _ in range(layers - sum(counts)):
-        i = -soonest[0][1]
-        counts[i] += 1
-        heapq.heapreplace(soonest, (round(busy[i] + counts[i], 6), -i))
-    return counts
-
-
-#: More than rounding two numbers to six digits changes their difference.
-_ROUNDED = 1e-5
-
-
 def _composed(
     library: Library,
     spec: Spec,
@@ -212,15 +193,15 @@ def _composed(
     """Assemble the price of a step from its stages. few: their dry runs with few layers."""
     own = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
     peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(own)]
-    ends = [once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in own]
+    ends = [_once_a_step(mine.values()) for mine in own]
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
     each = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in own]
     whole = [v[CAUSES] + end for v, end in zip(each, ends, strict=True)]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     step = float(whole[0].sum())
     if spec.pipeline is not None and schedule.ranks > 1:
-        sent = {(s, s + 1): float(part_of(stages[s], "SEND_F", "middle")[SENT]) for s in range(schedule.stages - 1)}
-        transfer = transfers(library.device, spec.mesh, spec.pipeline.axis, schedule, sent)
+        moved = {(s, s + 1): float(part_of(stages[s], "SEND_F", "middle")[SENT]) for s in range(schedule.stages - 1)}
+        transfer = transfers(library.device, spec.mesh, spec.pipeline.axis, schedule, moved)
         of_action, begin = _actions(stages, schedule)
         timeline = schedules.timeline(schedule, costs(of_action, schedule, transfer, begin))
         step = timeline.end + max(float(e.sum()) for e in ends)
@@ -229,19 +210,21 @@ def _composed(
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
     by["temporaries"] += by.pop("still")
     kinds = {k: n for k, n in by.items() if n > 0}
-    beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
+    sent = [{r.axis for _, part in parts_of(run) for r in part.sent if r.bytes} for run in few]
+    beside = library.device.outside_bytes(max(map(len, sent)))
     live = [float(v.sum()) for v in peaks]
     taken = reserved(library, few, schedule, live, library.device.memory - beside)
     return Priced(batch, step, kinds, spent, taken, beside, library.usable, counts, float(each[slow][FLOPS]))
 
 
-def once_a_step(ends: Sequence[Vector]) -> Vector:
-    """Return seconds by cause of a rank's once-a-step work. ends: of each of its stages.
+def _once_a_step(stages: Iterable[Stage]) -> Vector:
+    """Return seconds by cause of a rank's once-a-step work.
 
     A rank waits only once for other stages, however many stages it has: they pass on one loss.
     """
-    spent: Vector = np.sum(ends, 0)
-    spent[_STAGES] = max(float(e[_STAGES]) for e in ends)
+    each = np.array([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in stages])
+    spent: Vector = each.sum(0)
+    spent[_STAGES] = each[:, _STAGES].max()
     return spent
 
 
@@ -317,10 +300,6 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
 # --- the allocator's memory
 
 
-def _communicators(run: DryRun) -> set[str]:
-    return {r.axis for _, part in parts_of(run) for r in part.sent if r.bytes}
-
-
 #: Ranks with less than this share of the highest live bytes reserve less than the fullest rank.
 _LIKELY = 0.8
 
@@ -342,30 +321,28 @@ def reserved(library: Library, few: Sequence[DryRun], schedule: Schedule, live: 
 
 
 def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float, room: float) -> float:
-    own: dict[int, DryRun] = {}
+    named, resident = dict[int, dict[Key, Part]](), list[Storage]()
     for s in schedule.stages_of(rank):
-        own[s] = _copied(few[s]) if any(few[s] is run for run in own.values()) else few[s]
-    step, resident = list(_step(own, schedule, rank)), [s for run in own.values() for s in run.resident]
+        own = _Own()  # two stages may have the same run
+        resident += [own[x] for x in few[s].resident]
+        parts = _microbatches(few[s]).items()
+        named[s] = {k: replace(p, changes=[(sign, own[x]) for sign, x in p.changes]) for k, p in parts}
+    step = [(each["before", ""], False) for each in named.values()]
+    for a, which in _computed(schedule, rank):
+        step += [(part, False) for part in _same(named[a.stage], a.kind, which)]
+    step += [(each["after", ""], i == 0) for i, each in enumerate(named.values())]
+    step += [(each["update", ""], False) for each in named.values()]
     high = max(accumulate(sign * s.nbytes for sign, s, *_ in allocations(resident, step)))
     others = max(live - high, 0.0)
     return reserve(resident, step, max(room - others, high)) + others
 
 
-def _copied(run: DryRun) -> DryRun:
-    """Return the dry run with new storages, for a second stage that has the same run."""
-    copies: dict[Storage, Storage] = {}
+class _Own(dict[Storage, Storage]):
+    """Copies of storages."""
 
-    def part(p: Part) -> Part:
-        return replace(p, changes=[(sign, copies.setdefault(s, Storage(s.nbytes, s.kind))) for sign, s in p.changes])
-
-    return replace(
-        run,
-        resident=tuple(copies.setdefault(s, Storage(s.nbytes, s.kind)) for s in run.resident),
-        before=part(run.before),
-        actions=tuple((a, part(p)) for a, p in run.actions),
-        after=part(run.after),
-        update=part(run.update),
-    )
+    def __missing__(self, x: Storage) -> Storage:
+        self[x] = Storage(x.nbytes, x.kind)
+        return self[x]
 
 
 def _shortened(schedule: Schedule) -> Schedule:
@@ -378,16 +355,6 @@ def _shortened(schedule: Schedule) -> Schedule:
         if all(kept(ranks, per_rank, n, first) == kept(ranks, per_rank, most, first) for first in (True, False)):
             return schedules.make(schedule.name, stages=schedule.stages, ranks=ranks, microbatches=n)
     return schedule
-
-
-def _step(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> Iterator[tuple[Part, bool]]:
-    """Yield the parts of a step, as shardc.cost.peak_memory.reserve takes them."""
-    named = {stage: _microbatches(run) for stage, run in runs.items()}
-    yield from ((run.before, False) for run in runs.values())
-    for a, which in _computed(schedule, rank):
-        yield from ((part, False) for part in _same(named[a.stage], a.kind, which))
-    yield from ((run.after, i == 0) for i, run in enumerate(runs.values()))
-    yield from ((run.update, False) for run in runs.values())
 
 
 def _microbatches(run: DryRun) -> dict[Key, Part]:

@@ -265,36 +265,28 @@ def choices(
                 continue
             each = batch // (dp * ep)
             base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
+            # stages are in different nodes, or if possible share them
+            shared = (False, True) if pp > 1 and dp > 1 and tp * cp * ep < node < tp * cp * ep * pp * dp else (False,)
             for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
                 if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
                     continue  # too many for the model, or too few to fill the pipeline although fewer rows fill it
-                sized = _with(base, rows=rows, microbatches=each // rows)
-                for one in placed(sized, node):
-                    for sharded in sharding(one, node):
+                for inside in shared:
+                    sized = _with(base, rows=rows, microbatches=each // rows, inside=inside)
+                    for sharded in sharding(sized, node):
                         yield from scheduled(sharded, layers)
-
-
-def placed(c: Choice, node: int) -> Iterator[Choice]:
-    """Yield the choice with stages in different nodes, and if possible with stages that share nodes."""
-    yield c
-    neighbours = c.tp * c.cp * c.ep
-    if c.pp > 1 and c.dp > 1 and neighbours < node < neighbours * c.pp * c.dp:
-        yield _with(c, inside=True)
 
 
 def sharding(c: Choice, node: int) -> Iterator[Choice]:
     """Yield the choice with every level of ZeRO: over data ranks, inside a node, and over expert ranks."""
-    for zero in range(4) if c.sharded > 1 else (0,):
-        one = _with(c, zero=zero)
-        near = node // (c.tp * c.cp * c.ep * (c.pp if c.inside else 1))
-        for outer in (1, *([c.dp // near] if zero and 1 < near < c.dp and c.dp % near == 0 else [])):
-            yield _with(one, outer=outer)
-            if zero == 3 and c.microbatches > 1:
-                yield _with(one, outer=outer, kept=True)
-    for zero in range(1, 4) if c.ep > 1 else ():
-        yield _with(c, zero=zero, over_experts=True)
-        if zero == 3 and c.microbatches > 1:
-            yield _with(c, zero=zero, over_experts=True, kept=True)
+    near = node // (c.tp * c.cp * c.ep * (c.pp if c.inside else 1))
+    over: list[dict[str, Any]] = [{}] if c.sharded > 1 else []
+    over += [{"outer": c.dp // near}] if 1 < near < c.dp and c.dp % near == 0 else []
+    over += [{"over_experts": True}] if c.ep > 1 else []
+    yield c
+    for zero in (1, 2, 3):
+        for ranks in over:
+            for kept in (False, True) if zero == 3 and c.microbatches > 1 else (False,):
+                yield _with(c, zero=zero, kept=kept, **ranks)
 
 
 def scheduled(c: Choice, layers: int) -> Iterator[Choice]:
