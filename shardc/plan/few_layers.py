@@ -121,12 +121,14 @@ def facts(subject: Subject) -> Facts:
     program = subject.captured(rows, UNITS if subject.layers else None)
     lists = layer_lists(program)
     modules, number = experts(program)
+    own = [x for x in program.inputs if not x.shape or x.shape[0] != rows]
+    whole = [inputs.name_of(x.path) if x.path else x.name for x in own]  # inputs without rows
     first = next((p for p in subject.model.parameters() if p.is_floating_point()), None)
     return Facts(
         rows=subject.rows,
         sequence=subject.sequence,
         tokens=program.tokens and program.tokens // rows,
-        inputs=whole_inputs(program, rows),
+        inputs={**dict.fromkeys(whole), "*": 0} if whole else {},
         layers=subject.layers,
         dtype=str(first.dtype).removeprefix("torch.") if first is not None else "float32",
         number=number,
@@ -144,12 +146,6 @@ def layer_lists(program: Program) -> dict[str, int]:
     layers = dict.fromkeys(layer_of(source_of(n).module) for n in program.graph.nodes if n.op == "call_function")
     numbers = Counter(layer[0] for layer in layers if layer is not None)
     return {name: n for name, n in numbers.items() if n > 1}
-
-
-def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:
-    """Return `batch: {dims: ...}` for the inputs without rows; {} if all inputs have rows."""
-    odd = [inputs.name_of(x.path) if x.path else x.name for x in program.inputs if not x.shape or x.shape[0] != rows]
-    return {**dict.fromkeys(odd), "*": 0} if odd else {}
 
 
 def experts(program: Program) -> tuple[tuple[str, ...], int]:

@@ -24,9 +24,10 @@ import numpy as np
 from shardc.ir.mesh import Mesh
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
+from shardc.machine.work import Op
 from shardc.plan.price import balanced, beside_layers
 from shardc.plan.runs import Library, Stages, Weights
-from shardc.plan.space import CHECKPOINTS, Choice, Core
+from shardc.plan.space import Choice, Core, casts_kept
 from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, N, Stage, Vector, computing, part_of, typical
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
@@ -235,9 +236,8 @@ def priced(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector
     layers = library.layers
     each = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]
     ranks, uneven = (np.array(of_all)[t.group] for of_all in zip(*each, strict=True))
-    weights = _Weights.of(t, ranks)
-    seconds = _step(t, ranks, uneven, weights, library.device)
-    return seconds, _peaks(t, ranks, weights, core, library.microbatches == 1).max(1)
+    peaks = _peaks(t, ranks, core, library.microbatches == 1)
+    return _step(t, ranks, uneven, core, library.device), peaks.max(1)
 
 
 def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tuple[list[Vector], float]:
@@ -267,33 +267,28 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tu
     return [rank(own[0]), rank(middle), rank(own[-1])], max(counts[1:]) * count / layers
 
 
-class _Weights(NamedTuple):
-    """Bytes of weights: copies in the compute dtype, the weights as products use them, gradients; experts' share.
+def _weights(ranks: Vector) -> tuple[Vector, Vector, Vector, Vector]:
+    """Return bytes of weights in the compute dtype and of gradients, experts' share, number of buckets.
 
-    buckets: how many a rank sends. Each has the shape [choices, ranks].
+    Each has the shape [choices, ranks]. The buckets have the smallest size.
     """
-
-    cast: Vector
-    whole: Vector
-    grads: Vector
-    experts: Vector
-    buckets: Vector
-
-    @staticmethod
-    def of(t: Table, ranks: Vector) -> _Weights:
-        p, grads = (ranks[..., STAYS.start + KIND[k]] for k in ("parameters", "gradients"))
-        casts, experts, _, smallest = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
-        cast, per_rank = np.minimum(casts, p), t.per_rank[:, None]
-        whole = np.where(cast > 0, p - cast, p)  # weights without a copy are used as stored
-        experts = np.minimum(experts / np.where(p > 0, p, 1.0), 1.0)
-        each = np.ceil(np.minimum(smallest, grads / t.bucket[:, None]) / per_rank)
-        return _Weights(cast, whole, grads, experts, np.maximum(each, 1) * per_rank)
+    p, g = ranks[..., STAYS.start + KIND["parameters"]], ranks[..., STAYS.start + KIND["gradients"]]
+    casts, experts, _, buckets, *_ = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
+    cast = np.minimum(casts, p)
+    whole = np.where(cast > 0, np.minimum(p - cast, p), p)  # weights without a copy are used as stored
+    return whole, g, np.minimum(experts / np.where(p > 0, p, 1.0), 1.0), buckets
 
 
-def _peaks(t: Table, ranks: Vector, weights: _Weights, core: Core, one_microbatch: bool) -> Vector:
+def _buckets(t: Table, smallest: Vector, grads: Vector) -> Vector:
+    each = np.ceil(np.minimum(smallest, grads / t.bucket[:, None]) / t.per_rank[:, None])
+    return np.maximum(each, 1) * t.per_rank[:, None]  # type: ignore[no-any-return]
+
+
+def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
     stays, kept, height = (ranks[..., s].copy() for s in (STAYS, KEPT, HEIGHT))
     p, o, g, a = (KIND[k] for k in ("parameters", "optimizer", "gradients", "activations"))
-    cast, whole, grads, experts, buckets = weights
+    whole, grads, experts, smallest = _weights(ranks)
+    cast = np.minimum(ranks[..., WEIGHTS.start], stays[..., p])
     zero, kept_whole, rows = t.zero[:, None], t.kept[:, None], t.rows[:, None, None]
     part = 1 / t.sharded[:, None] + experts * (1 / t.experts_sharded - 1 / t.sharded)[:, None]
     shares = stays[..., p] * part
@@ -302,24 +297,29 @@ def _peaks(t: Table, ranks: Vector, weights: _Weights, core: Core, one_microbatc
     stays[..., o] *= np.where(zero > 0, part, 1) * ~t.inputs[:, None]
     stays[..., g] *= np.where((zero > 1) & ~kept_whole, part, 1)
     stays[..., p] = np.where(t.all[:, None], cast, stays[..., p])
-    casts = 0.0 * cast if "save" in (CHECKPOINTS[core.checkpoint] or {}) else cast  # made again, or kept for backward
+    casts = cast * casts_kept(core.checkpoint)
     if one_microbatch:  # casts were counted in the microbatch
         kept[..., a] -= casts
     kept = np.where(GROW, kept * rows, 0)
     stays[..., p] += np.where(zero == 0, casts, 0)
     height = np.where(GROW, height * rows, height * (np.arange(N) == KIND["still"]))
     each = (zero > 1) & ~kept_whole
-    passing = np.minimum(2 / buckets, 1) * (grads + np.where(zero == 3, whole, 0))
+    passing = np.minimum(2 / _buckets(t, smallest, grads), 1) * (grads + np.where(zero == 3, whole, 0))
     kinds = stays + t.alive[..., None] * kept + np.maximum(height, -kept)
     return np.maximum(kinds, 0).sum(2) + np.where(each, passing, 0)  # type: ignore[no-any-return]
 
 
-def _step(t: Table, ranks: Vector, uneven: Vector, weights: _Weights, device: Device) -> Vector:
+def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -> Vector:
     """Return the seconds of a step: of the slowest rank, with its waits for others."""
     shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
     f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
-    once, m = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None]
-    step, forward, backward = _exposed(t, weights, f, b, device)
+    once, m, zero = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None], t.zero[:, None]
+    # ZeRO gathers weights in the compute dtype: no microbatch casts them, or casts their gradients back
+    casting, kept = _casting(ranks, device), casts_kept(core.checkpoint)
+    f = f - np.where(zero > 0, np.minimum(casting * (1 - kept), f), 0)
+    b = b - np.where(zero > 0, np.minimum(casting * (2 - kept), b), 0)
+    once = once - np.where(zero > 0, casting * kept, 0)
+    step, forward, backward = _exposed(t, ranks, f, b, device)
     f, b = f + forward, b + backward
     busy = f + b
     waits = (t.idle * uneven * busy.mean(1))[:, None]
@@ -331,11 +331,21 @@ def _step(t: Table, ranks: Vector, uneven: Vector, weights: _Weights, device: De
     return (m * busy + waits + once + step).max(1)  # type: ignore[no-any-return]
 
 
-def _exposed(t: Table, weights: _Weights, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
+def _casting(ranks: Vector, device: Device) -> Vector:
+    """Return seconds of casting a rank's weights once: three bytes are moved for each byte of a copy."""
+    copies, casts = ranks[..., WEIGHTS.start + 5], ranks[..., WEIGHTS.start]
+    unique, places = np.unique(np.stack([copies, casts], -1).reshape(-1, 2), axis=0, return_inverse=True)
+    seconds = [
+        n * device.op_seconds(Op(0, round(3 * b / n), "float32", name="_to_copy")) if n > 0 else 0 for n, b in unique
+    ]
+    return np.array(seconds)[places.reshape(copies.shape)]
+
+
+def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
     """Return exposed seconds of the data axes' collectives: once a step, per forward, per backward."""
-    _, whole, grads, experts, buckets = weights
+    whole, grads, experts, smallest = _weights(ranks)
     zero, over = t.zero[:, None], t.over[:, None]
-    dense, slower = 1 - experts, 1 - device.reaches.computing
+    dense, buckets, slower = 1 - experts, _buckets(t, smallest, grads), 1 - device.reaches.computing
     apart = np.where(over, dense, 1.0)
 
     def taken(kind: int, nbytes: Vector) -> Vector:
@@ -349,13 +359,19 @@ def _exposed(t: Table, weights: _Weights, f: Vector, b: Vector, device: Device) 
     ends = t.per_rank[:, None] / buckets
     seen = np.maximum(ends, _SEEN)
 
+    # one op uses all experts' weights: only computation between two buckets hides their collectives
+    together = np.minimum(ranks[..., WEIGHTS.start + 4] / np.maximum(smallest, 1e-9), 1.0)
+
+    def in_turn(sent: Vector, computed: Vector, shown: Vector) -> Vector:
+        return beside(sent * dense, computed, shown) + beside(sent * experts, computed * together, shown)
+
     def beside(sent: Vector, computed: Vector, shown: Vector) -> Vector:
         return np.maximum(sent - computed * (1 - shown), (shown + slower * (1 - shown)) * sent)
 
     each = (zero == 3) & ~t.kept[:, None]
-    scattered = beside(scatter, b, ends)
-    forward = np.where(each, beside(gather, f, seen), 0)
-    backward = np.where(each, beside(gather + scatter, b, seen), np.where(zero == 2, scattered, 0))
+    scattered = in_turn(scatter, b, ends)
+    forward = np.where(each, in_turn(gather, f, seen), 0)
+    backward = np.where(each, in_turn(gather + scatter, b, seen), np.where(zero == 2, scattered, 0))
     last = np.where(zero == 0, 0, np.where(each, backward, scattered))
     last = np.maximum(beside(summed + np.where(each, gather, 0), b, ends), last) - backward
     once = np.where((zero > 0) & ~each, beside(gather, f, seen), 0)

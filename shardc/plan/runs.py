@@ -49,13 +49,15 @@ class Weights(NamedTuple):
     """A stage's parameters, in bytes. casts: copies in the compute dtype; trained: with gradients.
 
     experts: those that are split over an axis of experts. buckets: the smallest buckets that they fill; each parameter
-    counts for at most one.
+    counts for at most one. of_experts: buckets of experts. copies: number of ops that cast weights.
     """
 
     casts: float = 0.0
     experts: float = 0.0
     trained: float = 0.0
     buckets: float = 0.0
+    of_experts: float = 0.0
+    copies: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,14 @@ def _weights(program: Program, coordinate: int) -> Weights:
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.digits(e.axis)}
     trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
     spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]
+    buckets = {p.name: min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained}
     return Weights(
         float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
         float(sum(p.value.nbytes(mesh) for p in spread)),
         float(sum(p.value.nbytes(mesh) for p in trained)),
-        sum(min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained),
+        sum(buckets.values()),
+        sum(buckets.get(p.name, 0.0) for p in spread),
+        float(len(casts)),
     )
 
 
@@ -231,7 +236,8 @@ class Library:
     ) -> Stages:
         """Return a spec's stages, from a pipeline of four stages along `axis` instead of the spec's pipeline.
 
-        times: periods of layers in a unit. more_rows: factor on the rows.
+        They have five units of layers; nine if units fill buckets (_BASE). times: periods of layers in a unit.
+        more_rows: factor on the rows.
         """
         layers, sizes = self.layers, spec["mesh"]
         assert layers is not None
@@ -242,25 +248,16 @@ class Library:
             ({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), times, more_rows)
         )
         if key not in self._pipelined:
-            ranks = self._four({**spec, "mesh": mesh}, rows, axis, split, times)
+            base, p = _BASE if times > 1 else 1, times * layers.period
+            counts = [layers.first + base * p, base * p, (base + 1) * p, base * p]
+            pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
+            document = {**spec, "mesh": {axis: 4, **mesh}, "pipeline": pipeline}
+            units = (sum(counts) - layers.first) // layers.period
+            ranks = self.runs.ranks(document, rows, units, self.sequence, (0, 1, 2, 3))
+            first, one, two, last = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
             named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
-            each = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
-            shape = times * layers.period, layers.first, _BASE if times > 1 else 1
-            first, one, two, last = each
-            self._pipelined[key] = Stages(named, None, first, one, two, last, *shape)
+            self._pipelined[key] = Stages(named, None, first, one, two, last, p, layers.first, base)
         return self._pipelined[key]
-
-    def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool, times: int) -> list[Rank]:
-        """Return the ranks of five units of layers on four stages; of nine if units fill buckets (_BASE)."""
-        layers = self.layers
-        assert layers is not None
-        base, p = _BASE if times > 1 else 1, times * layers.period
-        counts = [layers.first + base * p, base * p, (base + 1) * p, base * p]
-        mesh = {axis: 4, **{a: n for a, n in spec["mesh"].items() if a != axis}}
-        pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
-        units = (sum(counts) - layers.first) // layers.period
-        document = {**spec, "mesh": mesh, "pipeline": pipeline}
-        return self.runs.ranks(document, rows, units, self.sequence, (0, 1, 2, 3))
 
     def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, DryRun]:
         """Return the whole model as one stage, and the dry run that represents it.

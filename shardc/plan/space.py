@@ -42,6 +42,15 @@ def budget(keep: Keep) -> float | None:
     return entry.get("budget")
 
 
+def casts_kept(keep: Keep) -> float:
+    """Return the share of weights whose compute-dtype copy is kept for backward, not made again.
+
+    0 if only named results are saved; with a budget, its share; otherwise 1.
+    """
+    share = budget(keep)
+    return share if share is not None else 0.0 if "save" in (CHECKPOINTS[keep] or {}) else 1.0
+
+
 @dataclass(frozen=True)
 class Layers:
     """The list of repeated layers `name` ("model.layers"): `first` layers, then a pattern of `period`."""

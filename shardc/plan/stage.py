@@ -15,7 +15,7 @@ from shardc.cost.recorded import KINDS, DryRun
 from shardc.ir.metadata import CommRecord
 from shardc.ir.offload import HOST_LINK
 from shardc.machine.clock import Clock
-from shardc.machine.work import Op, Part, Storage
+from shardc.machine.work import Op, Part
 from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 
@@ -96,10 +96,12 @@ def stage(r: DryRun, clock: Meter) -> Stage:
     """Return the vectors of a one-stage rank's dry run. A middle microbatch leaves nothing when it ends."""
     vectors: Stage = {}
     for key, part in parts_of(r):
-        seconds = _seconds(part, clock)
+        before, of_update = list(clock.spent.values()), clock.of_update
+        clock.run(part)
         if key not in vectors:
-            vectors[key] = _memory(part)
-            vectors[key][CAUSES], vectors[key][OF_UPDATE] = seconds[:-1], seconds[-1]
+            vectors[key] = v = _memory(part)
+            v[CAUSES] = np.array(list(clock.spent.values())) - before
+            v[OF_UPDATE] = clock.of_update - of_update
     resident = np.zeros(WIDTH)
     for storage in r.resident:
         if storage.kind in KINDS:
@@ -128,13 +130,6 @@ def parts_of(r: DryRun) -> Iterator[tuple[Key, Part]]:
     yield ("update", ""), r.update
 
 
-def _seconds(part: Part, clock: Meter) -> Vector:
-    """Run a part; return its seconds by cause, and those of them that wait for the last update."""
-    before, of_update = list(clock.spent.values()), clock.of_update
-    clock.run(part)
-    return np.array([*(n - b for n, b in zip(clock.spent.values(), before, strict=True)), clock.of_update - of_update])
-
-
 def _memory(part: Part) -> Vector:
     """Return a part's vector with the columns of memory, flops and sends."""
     v = np.zeros(WIDTH)
@@ -143,17 +138,13 @@ def _memory(part: Part) -> Vector:
     for sign, s in part.changes:
         if s.kind not in KINDS:  # outside of the device
             continue
-        net[_kind(s)] += sign * s.nbytes
+        net[_STILL if s.still and s.kind == "temporaries" else _KIND[s.kind]] += sign * s.nbytes
         total += sign * s.nbytes
         if total > best:
             best, high = total, net.copy()
     v[NET], v[HIGH], v[FLOPS] = net, high, part.flops
     v[SENT] = sum(r.bytes for r in part.sent if r.kind == "send_recv")
     return v
-
-
-def _kind(s: Storage) -> int:
-    return _STILL if s.still and s.kind == "temporaries" else _KIND[s.kind]
 
 
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
