@@ -228,9 +228,9 @@ class Search:
         fits = x.peaks <= room
         some = [*np.argsort(np.where(fits, x.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
         some += [*np.argsort(x.peaks, kind="stable")[: BEST // 4]]
-        split = {"checkpoint": core.checkpoint, "sequence_parallel": block.sequence_parallel}
         for i in dict.fromkeys(some):
-            yield replace(x.table.choices[i], **split), Rough(float(x.seconds[i]), float(x.peaks[i]))
+            c = replace(x.table.choices[i], checkpoint=core.checkpoint, sequence_parallel=block.sequence_parallel)
+            yield c, Rough(float(x.seconds[i]), float(x.peaks[i]))
 
     def _nearest(self, core: Core, keep: Keep) -> Core | None:
         ran = [c for c, b in self._blocks.items() if b is not None and c.checkpoint == keep]
