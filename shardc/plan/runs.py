@@ -332,7 +332,7 @@ class Library:
         if s.whole is not None or layers is None:
             return part_of(s.whole or {}, kind, "middle")
         first, one, two, last = (part_of(x, kind, "middle") for x in (s.first, s.one, s.two, s.last))
-        return first + last + ((layers.number - s.before) / s.period - 2) * (two - one)  # type: ignore[no-any-return]
+        return first + last + ((layers.number - s.before) / s.period - 2) * (two - one)
 
 
 def fill(bucket: float, trained: float) -> int:
