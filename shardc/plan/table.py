@@ -38,7 +38,8 @@ WATERFALL = {
     "memory": "ops that wait for memory",
     "launch": "starting small ops",
 }
-WIDTH = 12
+#: Letters of a bar; the most rows of a table.
+WIDTH, MOST = 12, 12
 #: The letters of a bar without colours.
 LETTERS = dict(zip((*COLORS, *CAUSES), "POGBIAWCTgxcmstqedp-", strict=True))
 
@@ -134,20 +135,18 @@ def settings(c: Candidate) -> dict[str, str]:
     }
 
 
-def bar(
-    shares: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH
-) -> Text:
+def bar(shares: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool) -> Text:
     """Return a bar of the parts of a whole, as blocks of colour; plain: as letters."""
     text, done, drawn = Text(), 0.0, 0
     for name, color in colors.items():
         done += shares.get(name, 0.0)
-        until = min(round(width * done / whole), width)
+        until = min(round(WIDTH * done / whole), WIDTH)
         text.append((LETTERS[name] if plain else "█") * (until - drawn), style="" if plain else color)
         drawn = max(until, drawn)
-    return text.append(("·" if plain else "░") * (width - drawn), style="bright_black")
+    return text.append(("·" if plain else "░") * (WIDTH - drawn), style="bright_black")
 
 
-def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
+def table(plan: Plan, *, plain: bool = False) -> RenderableType:
     a = plan.target
     rows = Table(header_style="bold", pad_edge=False, box=None)
     right = ("", "zero", "microbatches", "live", "needs", "step", "MFU", rate_name := f"{a.rate}/s")
@@ -155,7 +154,7 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
     for name in (*names, f"of {size(a.usable)}", "fits", "step", "MFU", rate_name, "time", "limited by"):
         wrapped = name in ("recompute", "limited by")
         rows.add_column(name, justify="right" if name in right else "left", no_wrap=not wrapped)
-    for i, c in enumerate(plan.candidates[:most], 1):
+    for i, c in enumerate(plan.candidates[:MOST], 1):
         mesh, *others = settings(c).values()
         rows.add_row(
             str(i),
@@ -175,9 +174,9 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
     return Group(heading(plan), rows, keys(plan, plain=plain))
 
 
-def plain_table(plan: Plan, width: int = 200) -> str:
+def plain_table(plan: Plan) -> str:
     """Return the table as text without colours."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+    console = Console(file=io.StringIO(), width=200, highlight=False, color_system=None)
     with console.capture() as captured:
         console.print(table(plan, plain=True))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
