@@ -41,7 +41,7 @@ def command(
         from shardc.rules.core.sample_calls import SAMPLES
         from shardc.verify.rules.case import name_of
         from shardc.verify.rules.check import check_op
-        from shardc.verify.rules.too_strict import too_strict
+        from shardc.verify.rules.prove import too_strict
 
         rules = _rules(ops or [], file)
         rows = [row(op, r) for op, r in rules.items()]

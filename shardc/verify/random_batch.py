@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.ir.graph import placeholders
+from shardc.ir.graph import placeholders, values_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
+from shardc.ir.types import op_name
 
 
 def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str, Tensor]:
@@ -61,21 +62,14 @@ def _widest(dtype: torch.dtype) -> torch.dtype:
 def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
     """Yield the sizes of what an integer value indexes: rows of an embedding, classes of a loss."""
     seen = seen if seen is not None else set()
-    for user in node.users:
-        if user in seen or user.op != "call_function":
-            continue
+    for user in (u for u in node.users if u.op == "call_function" and u not in seen):
         seen.add(user)
-        name = getattr(user.target, "__name__", str(user.target))
-        first = user.args[0] if user.args else None
-        shape: tuple[int, ...] = (
-            first.meta["value"].shape
-            if isinstance(first, fx.Node) and isinstance(first.meta.get("value"), Value)
-            else ()
-        )
+        name, first = op_name(user.target), user.args[0] if user.args else None
+        shapes = [v.shape for v in values_of(first)] if isinstance(first, fx.Node) else []
         if name.startswith("embedding") and node is not first:
-            yield shape[0]
+            yield shapes[0][0]
         elif name == "nll" and node is not first:
-            yield shape[1 if len(shape) > 1 else 0]
+            yield shapes[0][1 if len(shapes[0]) > 1 else 0]
         elif name.startswith("one_hot"):
             yield user.meta["value"].shape[-1]
         elif isinstance(user.meta.get("value"), Value) and not user.meta["value"].dtype.is_floating_point:

@@ -18,7 +18,7 @@ from shardc.rules import RULES, Rule, Strategy, find, rule
 from shardc.rules.views import walk
 from shardc.verify.rules.case import Case, name_of
 from shardc.verify.rules.compare import differs, dual, spread
-from shardc.verify.rules.too_strict import too_strict
+from shardc.verify.rules.prove import too_strict
 from tests.rules.making import prove
 from tests.rules.samples import SAMPLES, Tensors, call
 from tests.rules.torch_ops import KNOWN, checked

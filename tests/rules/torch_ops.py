@@ -12,7 +12,7 @@ from shardc.torch_private import OpOverload
 from shardc.verify.rules import variants
 from shardc.verify.rules.case import UNDEFINED, Case, Finding, name_of
 from shardc.verify.rules.check import OpReport, check_op
-from shardc.verify.rules.too_strict import too_strict
+from shardc.verify.rules.prove import too_strict
 
 #: They do not check that their operands fit together: run on what does not, they read and write beside them.
 TRUSTING = {

@@ -122,10 +122,6 @@ class Case:
     forward_only: str = ""
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
-    @property
-    def name(self) -> str:
-        return name_of(self.node.target)
-
     @classmethod
     def of(cls, op: Any, sample: Sample, rule: Rule | None = None) -> Case:
         """Build the global graph of one call and run it whole. rule: replaces the registered one.
@@ -190,19 +186,26 @@ class Case:
             generator,
         )
 
+    def layouts(self, mesh: Mesh, strategies: dict[str, Strategy]) -> tuple[list[Layout], list[Layout], str]:
+        """Return the layouts of operands and results, and why one cannot be, "" if all can."""
+        values, sides = (self.choices.call.operands, self.choices.call.results), (list[Layout](), list[Layout]())
+        fault = ""
+        for side, name in enumerate(("operand", "result")):
+            for i, v in enumerate(values[side]):
+                layout = Layout.of({a: (s.inputs, s.outputs)[side][i] for a, s in strategies.items()}, mesh)
+                sides[side].append(layout)
+                if not fault and (problem := layout.problem(v.shape, mesh)):
+                    fault = f"{name} {i} cannot be laid out: {problem}"
+        return *sides, fault
+
     def wrong(self, mesh: Mesh, strategies: dict[str, Strategy], padding: float | None = None) -> str:
         """Run the call on every rank with these strategies; return what differs from the whole, "" if nothing.
 
         padding: the number that padding holds; None: copies of real entries.
         """
-        ins, outs = (
-            [Layout.of({a: (s.inputs, s.outputs)[side][i] for a, s in strategies.items()}, mesh) for i in range(count)]
-            for side, count in ((0, len(self.tensors)), (1, len(self.outputs)))
-        )
-        for side, layouts, tensors in (("operand", ins, self.tensors), ("result", outs, self.outputs)):
-            for i, (layout, x) in enumerate(zip(layouts, tensors, strict=True)):
-                if fault := layout.problem(x.shape, mesh):
-                    return f"{side} {i} cannot be laid out: {fault}"
+        ins, outs, fault = self.layouts(mesh, strategies)
+        if fault:
+            return fault
         self.node.meta["strategies"] = strategies
         operands = [
             spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
@@ -237,6 +240,9 @@ class Case:
             if fault := differs(parts, dual_layout, mesh, grad, self.rtol, gradient=True):
                 return f"gradient of operand {i}: {fault}"
         return ""
+
+    def finding(self, strategy: str, ranks: int, what: str) -> Finding:
+        return Finding(name_of(self.node.target), strategy, ranks, what, call_text(self.choices.call))
 
     def on_axis(self, n: int, strategy: Strategy) -> str:
         """Run `wrong` on one axis of n ranks; for a padded strategy with several numbers in the padding."""

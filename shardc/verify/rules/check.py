@@ -13,8 +13,7 @@ from shardc.rules.core.registry import Rule
 from shardc.rules.core.sample_calls import SAMPLES, Sample, as_sample
 from shardc.rules.core.user_ops import resolve_op
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, name_of
-from shardc.verify.rules.prove import PARTS, prove_case, prove_pairs
-from shardc.verify.rules.too_strict import too_strict
+from shardc.verify.rules.prove import PARTS, prove_case, prove_pairs, too_strict
 from shardc.verify.rules.variants import exact, variants
 
 #: Makes other calls from a sample, as `variants` does.

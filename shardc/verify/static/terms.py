@@ -31,9 +31,15 @@ _ASIDE = {"tag", "overlap", "own", "keep"}
 _BEGIN = {ops.start: None, ops.transpose_start: ops.transpose}
 #: Gathering a bucket again yields the same as in forward: no parameter changes within a step.
 _AGAIN = {ops.regather_start: ops.gather_start, ops.regather_wait: ops.gather_wait}
-#: A copy to the host and back has four lines: each takes the result of the line before; the last has the value.
-_JOURNEY = {ops.offload_start: "leaving", ops.offload_wait: "on the host", ops.reload_start: "coming"}
-_BEFORE = {ops.offload_wait: "leaving", ops.reload_start: "on the host", ops.reload_wait: "coming"}
+#: Lines that take a value on its way, with where it is before and after: on the host and back in four lines, and a
+#: collective in two. After the last one it is here: "".
+_STEPS = {
+    ops.offload_start: ("", "leaving"),
+    ops.offload_wait: ("leaving", "on the host"),
+    ops.reload_start: ("on the host", "coming"),
+    ops.reload_wait: ("coming", ""),
+    ops.wait: ("begun", ""),
+}
 _SUMS = {aten.add.Tensor, ops.add_into}
 _PRODUCTS = {op for op in PRODUCTS if isinstance(op, OpOverload)}
 _COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
@@ -60,8 +66,8 @@ class Terms:
             return self._reshaped(args[0].number, shape)
         if target in _COPIES:
             return args[0].number  # type: ignore[no-any-return]
-        if target in _JOURNEY or target in _BEFORE:  # the type shown may be global, as that of a received value
-            return self._copied(target, args[0].number)
+        if target in _STEPS:  # the type shown may be global, as that of a received value
+            return self._step(target, args[0].number)
         if target in _PRODUCTS and not kwargs and (term := self._product(target, args, shape)) is not None:
             return term
         if target is aten.sum.dim_IntList and shape is not None and args[1]:
@@ -118,9 +124,6 @@ class Terms:
             op, *rest = args
             inner = (getattr(ops, op), tuple(rest)) if _BEGIN[target] is None else (_BEGIN[target], args)
             return self._kept(("begun", self._called(inner[0], inner[1], kwargs)))
-        if target is ops.wait:
-            begun = self._known[args[0].number]
-            return begun[1] if begun[0] == "begun" else self._kept(("wait of what was not begun", args[0].number))
         if target is operator.getitem and self._known[args[0].number][0] is ops.opaque_backward:
             return self._gradient(args[0].number, int(args[1]))
         if target is aten.t.default:
@@ -144,14 +147,15 @@ class Terms:
         named = tuple((k, v) for k, v in named if k != "only")
         return self._kept((ops.opaque_backward, (tape, grads, before[index], operands), (*named, ("of", index))))
 
-    def _copied(self, target: Any, x: int) -> int:
-        """Return the term of a step to the host or back; a step in the wrong order equals no value."""
-        if target in _BEFORE:
-            op, *rest = self._known[x]
-            if op != _BEFORE[target]:
-                return self._kept((f"{target.__name__} of what is not {_BEFORE[target]}", x))
+    def _step(self, target: Any, x: int) -> int:
+        """Return the term of a step to the host, back, or to a collective's end; in the wrong order it is no value."""
+        before, after = _STEPS[target]
+        if before:
+            state, *rest = self._known[x]
+            if state != before:
+                return self._kept((f"{target.__name__} of what is not {before}", x))
             x = rest[0]
-        return self._kept((_JOURNEY[target], x)) if target in _JOURNEY else x
+        return self._kept((after, x)) if after else x
 
     def sum(self, *terms: int) -> int:
         """Return the term of a sum, independent of order."""
