@@ -12,8 +12,9 @@ from textwrap import wrap
 from typing import Any
 
 from shardc import errors
+from shardc.ir.types import full_op_name
 from shardc.rules.core.registry import Rule
-from shardc.verify.rules.case import Finding, name_of
+from shardc.verify.rules.case import Finding
 from shardc.verify.rules.check import OpReport
 
 #: Number of findings of one op that are printed; the rest is counted.
@@ -55,7 +56,7 @@ def row(op: Any, rule: Rule) -> RuleRow:
     linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(name_of(op), text, linear, about, "own" if foreign else path.stem, extras, where)
+    return RuleRow(full_op_name(op), text, linear, about, "own" if foreign else path.stem, extras, where)
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:

@@ -13,6 +13,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.ir.types import op_name
+from shardc.verify.to_float64 import wide
 
 
 def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str, Tensor]:
@@ -28,7 +29,7 @@ def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str,
         if not x.dtype.is_floating_point and not x.dtype.is_complex:
             value = torch.full(x.shape, integers, dtype=x.dtype)
         else:
-            noise = torch.randn(x.shape, generator=generator, dtype=_widest(x.dtype))
+            noise = torch.randn(x.shape, generator=generator, dtype=wide(x.dtype))
             center = 1 if isinstance(x, Param) else 0.5  # gains; variances, and rates r where sqrt(1 - r) is taken
             value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else center + 0.1 * noise).to(x.dtype)
         state |= x.by_name(value)
@@ -47,16 +48,12 @@ def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> An
     for x in program.inputs:
         if x.dtype.is_floating_point or x.dtype.is_complex:
             draw = torch.rand if fractions else torch.randn
-            leaves[x.path] = draw(x.shape, generator=generator, dtype=_widest(x.dtype)).to(x.dtype)
+            leaves[x.path] = draw(x.shape, generator=generator, dtype=wide(x.dtype)).to(x.dtype)
         else:
             limit = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
             bound = min(limit, min(_bounds(nodes[x.name]), default=2))
             leaves[x.path] = torch.randint(0, max(bound, 1), x.shape, generator=generator).to(x.dtype)
     return _nest(leaves)
-
-
-def _widest(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:

@@ -210,11 +210,7 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
 
 def _causes(program: Program) -> dict[str, str]:
     """Return the cause of each collective, by the tag of its record."""
+    nodes = [n for stage in program.stages for n in stage.graph.nodes]
+    collectives: dict[str, Collective] = {n.name: n.meta["collective"] for n in nodes if n.meta.get("collective")}
     causes = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
-    causes["grad_norm"] = "norm of the gradients"
-    for stage in program.stages:
-        for n in stage.graph.nodes:
-            collective: Collective | None = n.meta.get("collective")
-            if collective is not None:
-                causes[n.name] = collective.cause
-    return causes
+    return {**causes, "grad_norm": "norm of the gradients", **{name: c.cause for name, c in collectives.items()}}

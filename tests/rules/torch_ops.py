@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from shardc.ir.types import full_op_name
 from shardc.rules.core.sample_calls import Arguments, Sample, Tensors
 from shardc.torch_private import OpOverload
 from shardc.verify.rules import variants
-from shardc.verify.rules.case import UNDEFINED, Case, Finding, name_of
+from shardc.verify.rules.case import UNDEFINED, Case, Finding
 from shardc.verify.rules.check import OpReport, check_op
 from shardc.verify.rules.prove import too_strict
 
@@ -92,19 +93,19 @@ KNOWN = {
 
 def checked(op: Any, samples: list[Sample]) -> tuple[OpReport, list[Finding]]:
     """The check of an op of torch or of shardc, and what its rule forbids though it is right."""
-    strict = [] if op in UNDEFINED or name_of(op) in TRUSTING else too_strict(op, samples)
+    strict = [] if op in UNDEFINED or full_op_name(op) in TRUSTING else too_strict(op, samples)
     return check_op(op, samples, variants=_variants), strict
 
 
 def _variants(op: Any, sample: Sample, case: Case) -> Iterator[tuple[str, Sample]]:
-    if name_of(op) in TRUSTING or name_of(op) in CONTIGUOUS:
-        if name_of(op) not in CONTIGUOUS:
+    if full_op_name(op) in TRUSTING or full_op_name(op) in CONTIGUOUS:
+        if full_op_name(op) not in CONTIGUOUS:
             yield "transposed in memory", variants.changed(sample, variants.strided)
         yield from variants.other_dtypes(sample, case)
         return
     yield from variants.variants(op, sample, case)
     yield from spelled(op, case, sample)
-    if name_of(op).startswith("aten."):
+    if full_op_name(op).startswith("aten."):
         yield from broadcast(op, case, sample)
 
 

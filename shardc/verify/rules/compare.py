@@ -185,7 +185,7 @@ class _ByItself(LoopbackMesh):
     send = post = receive = exchange
 
 
-def on_ranks(mesh: Mesh, graph: fx.Graph, one_rank: Callable[[int, Any], Any]) -> list[Any]:
+def on_ranks(mesh: Mesh, one_rank: Callable[[int, Any], Any]) -> list[Any]:
     """Run one_rank(rank, runtime mesh) on every rank: in turn, or in threads if they communicate."""
     try:
         return [one_rank(rank, _ByItself(mesh, rank)) for rank in range(mesh.world)]

@@ -46,16 +46,16 @@ class ChainRule:
         self._program, self._graph, self._rules, self._terms, self._until = program, stage.graph, rules, terms, until
         self._types, _ = types_of(program, stage.graph, rules)
         self._returned: Any = stage.graph.output_node().args[0]
-        self._values: dict[Made, int] = {}
-        self._lines: dict[fx.Node, dict[int, int]] = {}
-        self.puts: dict[int, tuple[str, int]] = {}
-        self.scatters: dict[str, tuple[int | None, ...]] = {}
-        self.received: dict[str, int] = {}
-        self.fresh: set[int] = set()
+        self._values: dict[Made, Term] = {}
+        self._lines: dict[fx.Node, dict[int, Term]] = {}
+        self.puts: dict[Term, tuple[str, Term]] = {}
+        self.scatters: dict[str, tuple[Term | None, ...]] = {}
+        self.received: dict[str, Term] = {}
+        self.fresh: set[Term] = set()
         self.stops: list[fx.Node] = []
         derivatives = self._derivatives()
         self._forward(derivatives)
-        self.returned: Any = fx.map_arg(self._returned, lambda n: Term(self._values[producer_of(n)]))
+        self.returned: Any = fx.map_arg(self._returned, lambda n: self._values[producer_of(n)])
         self._backward(derivatives)
 
     def _derivatives(self) -> dict[fx.Node, Rule]:
@@ -115,7 +115,7 @@ class ChainRule:
 
     def _called(self, n: fx.Node) -> None:
         def put(x: fx.Node) -> Any:
-            return Term(self._values[producer_of(x)])
+            return self._values[producer_of(x)]
 
         single = not _several(n) or n.target is ops.gather_start  # its result is a handle
         args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
@@ -124,7 +124,7 @@ class ChainRule:
             self._values[n, 0] = term
         else:
             for _, i in _results(n):
-                self._values[n, i] = self._terms.call(operator.getitem, (Term(term), i), {}, self._shape(n, i))
+                self._values[n, i] = self._terms.call(operator.getitem, (term, i), {}, self._shape(n, i))
 
     def _shape(self, n: fx.Node, i: int) -> tuple[int, ...] | None:
         t = self._types.get((n, i))
@@ -159,7 +159,7 @@ class ChainRule:
                     if g is not None:
                         self.puts[self._values[n, i]] = (p.name, g)
 
-    def _back(self, n: fx.Node, rule: Rule, tangents: tuple[int | None, ...], grads: dict[Made, int]) -> None:
+    def _back(self, n: fx.Node, rule: Rule, tangents: tuple[Term | None, ...], grads: dict[Made, Term]) -> None:
         operands, wanted = self._operands(n)
         before = tuple(grads.get(m) if w else None for m, w in zip(operands, wanted, strict=True))
         terms, inputs = dict(self._lines.get(n, {})), {"g": tangents, "p": before}
@@ -170,17 +170,17 @@ class ChainRule:
             if w and r is not None:
                 grads[m] = self._at(n, r, terms, inputs)
 
-    def _line(self, n: fx.Node, line: Line, made: Mapping[int, int], given: Any) -> int:
+    def _line(self, n: fx.Node, line: Line, made: Mapping[int, Term], given: Any) -> Term:
         def put(r: Ref) -> Any:
             if r.kind == "n":
                 return self._rules.template(n).names[r.index]
-            return Term(self._at(n, r, made, given))
+            return self._at(n, r, made, given)
 
         args, kwargs = map_refs(line.args, put), {k: map_refs(v, put) for k, v in line.kwargs}
         shape = line.types.shape if isinstance(line.types, Type) and not line.types.ragged else None
         return self._terms.call(line.target, args, kwargs, shape)
 
-    def _at(self, n: fx.Node, r: Ref, made: Mapping[int, int], given: Any) -> int:
+    def _at(self, n: fx.Node, r: Ref, made: Mapping[int, Term], given: Any) -> Term:
         if r.kind == "x":
             return self._values[self._rules.template(n).operands[r.index]]
         if r.kind == "y":

@@ -57,23 +57,19 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
         new = Layout.of(dict(claim.layout.items) | dict.fromkeys(parts, _PLAIN[row.target]), mesh)
         return replace(claim, layout=normal(new, value))
     (axis,) = axes
-    for new in _candidates(row, axis, claim.layout, digits, value, mesh):
+    for new in _candidates(row, axis, claim.layout, digits, mesh):
         if _digits(axis, claim.layout, new, mesh) == digits and not new.problem(value.shape, mesh):
-            return Claim(claim.of, normal(new, value), _zeros(row, claim, new))
+            return Claim(claim.of, normal(new, value), _zeros(claim, new))
     raise WrongError(f"{row.op} names the digits {digits}: no part of a value that is {claim.layout or 'whole'}")
 
 
-def _zeros(row: Conversion, claim: Claim, new: Layout) -> frozenset[tuple[int, float]]:
+def _zeros(claim: Claim, new: Layout) -> frozenset[tuple[int, float]]:
     """Return what padding holds: zeros where a slice or scatter adds it, and as before on other dims."""
-    padded = {s.dim for s in new.paddings()}
-    before = {s.dim for s in claim.layout.paddings()}
-    kept = {(d, x) for d, x in claim.fills if d in padded}
-    return frozenset(kept | {(d, 0.0) for d in padded - before})
+    before, padded = ({s.dim for s in layout.paddings()} for layout in (claim.layout, new))
+    return frozenset({(d, x) for d, x in claim.fills if d in padded} | {(d, 0.0) for d in padded - before})
 
 
-def _candidates(
-    row: Conversion, axis: str, old: Layout, digits: Sequence[Any], value: Value, mesh: Mesh
-) -> Iterator[Layout]:
+def _candidates(row: Conversion, axis: str, old: Layout, digits: Sequence[Any], mesh: Mesh) -> Iterator[Layout]:
     """Yield the layouts to which a conversion of one axis can lead."""
     if row.target is not Shard:
         yield old.replace(axis, _PLAIN[row.target], mesh)

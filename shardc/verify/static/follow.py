@@ -60,7 +60,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
     elif target in SAME:
         text.claim(user, claim)
     elif target is ops.all_reduce_max:
-        _maximum(text, user, claim)
+        _summed(text, user, claim, text.mesh.digits(*user.args[2]), "max")  # type: ignore[misc]
     elif target is ops.fill_padding:
         _fill(text, user, claim)
     elif target in table("proof", "FOLLOWED"):
@@ -70,9 +70,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
         if cast is not None:
             text.claim(user, replace(claim, of=cast))
     elif target is ops.summed:
-        if claim.layout[MICROBATCH] == Partial():
-            text.claim(user, _summed(text, claim, [MICROBATCH]))
-        else:
+        if _summed(text, user, claim, [MICROBATCH]):
             text.unfit[user] = "it adds up over microbatches what is no summand of them"
     elif target is aten._to_copy.default:
         _counted(text, user, claim)
@@ -93,16 +91,13 @@ def _fill(text: Text, node: fx.Node, claim: Claim) -> None:
     text.unfit[node] = f"it fills the padding of another part than {claim.layout or 'the whole'}"
 
 
-def _maximum(text: Text, node: fx.Node, claim: Claim) -> None:
-    axes: Any = node.args[2]
-    parts = text.mesh.digits(*axes)
-    if all(claim.layout[p] == Partial("max") for p in parts):
-        text.claim(node, _summed(text, claim, parts))
-
-
-def _summed(text: Text, claim: Claim, axes: Sequence[str]) -> Claim:
-    """Return the claim of what ranks or microbatches hold after a sum or maximum over these axes."""
-    return replace(claim, layout=Layout.of(dict(claim.layout.items) | dict.fromkeys(axes, REPLICATE), text.mesh))
+def _summed(text: Text, node: fx.Node, claim: Claim, axes: Sequence[str], op: str = "sum") -> list[str]:
+    """Claim a sum or maximum over ranks or microbatches; return the axes on which its operand is no summand."""
+    late = [a for a in axes if claim.layout[a] != Partial(op)]
+    layout = Layout.of(dict(claim.layout.items) | dict.fromkeys(axes, REPLICATE), text.mesh)
+    if not late:
+        text.claim(node, replace(claim, layout=layout))
+    return late
 
 
 def _total(text: Text, node: fx.Node) -> None:
@@ -113,11 +108,8 @@ def _total(text: Text, node: fx.Node) -> None:
         text.wrong[node] = f"the prologue has no sum {number}"
         return
     for claim in text.totals[number]:
-        parts = (MICROBATCH, *text.mesh.digits(*over))
-        if late := [p for p in parts if claim.layout[p] != Partial()]:
+        if late := _summed(text, node, claim, (MICROBATCH, *text.mesh.digits(*over))):
             text.wrong[node] = f"over {', '.join(late)} it adds up what is no summand there"
-        else:
-            text.claim(node, _summed(text, claim, parts))
 
 
 def _counted(text: Text, node: fx.Node, claim: Claim) -> None:

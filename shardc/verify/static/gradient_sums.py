@@ -35,13 +35,10 @@ def wrong(program: Program) -> Iterator[Wrong]:
     for i, b in enumerate(program.buckets):
         yield from _owners(program, i)
         late = any("[" in a for a in b.axes)
-        if late != b.late:
-            yield (
-                f"bucket{i}",
-                "ranks of other stages sum it too, and it begins before they have all got there"
-                if late
-                else ("it waits for other stages, and sums over none"),
-            )
+        if late and not b.late:
+            yield f"bucket{i}", "ranks of other stages sum it too, and it begins before they have all got there"
+        if b.late and not late:
+            yield f"bucket{i}", "it waits for other stages, and sums over none"
 
 
 def _of_param(program: Program, p: Param, times: int) -> Iterator[Wrong]:

@@ -12,6 +12,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from shardc.passes.joint.derivatives.record import is_view
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 from shardc.verify.static.chain_rule import ChainRule
-from shardc.verify.static.terms import Term, Terms
+from shardc.verify.static.terms import Term, Terms, parts
 
 aten = torch.ops.aten
 
@@ -133,7 +134,7 @@ class _Texts:
         self.expected = ChainRule(program, stage, rules, self._terms, until)
         self._env: dict[str, dict[fx.Node, Term]] = {name: {} for name in self._texts}
         #: By term: the first line, of any text, that computes it.
-        self._line_of: dict[int, tuple[str, fx.Node]] = {}
+        self._line_of: dict[Term, tuple[str, fx.Node]] = {}
 
     def wrong(self) -> Iterator[Wrong]:
         *results, kept = self._read("forward", {})
@@ -151,7 +152,7 @@ class _Texts:
 
     def fresh(self, text: str) -> set[fx.Node]:
         """Return the lines of a text that are results of ops that stay whole, in new memory. After `wrong`."""
-        return {n for n, term in self._env[text].items() if term.number in self.expected.fresh}
+        return {n for n, term in self._env[text].items() if term in self.expected.fresh}
 
     def _passed(self, text: str, values: Sequence[fx.Node]) -> dict[str, Term]:
         """Return the terms that a text passes to the next one, by the names that this has for them."""
@@ -170,24 +171,23 @@ class _Texts:
         for n in lines.nodes:
             if n.op == "placeholder":
                 name = n.name.removeprefix(lines.prefix)
-                env[n] = given[name] if name in given else Term(self._terms.given(name))
+                env[n] = given[name] if name in given else self._terms.given(name)
             elif n.op == "call_function":
                 args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
                 value = n.meta.get("value")  # types in joint graphs are those of a rank
                 shape = tuple(value.shape) if isinstance(value, Value) else None
-                env[n] = Term(self._terms.call(n.target, args, kwargs, shape))
-                self._line_of.setdefault(env[n].number, (text, n))
+                env[n] = self._terms.call(n.target, args, kwargs, shape)
+                self._line_of.setdefault(env[n], (text, n))
         return lines.returned
 
     def _returned(self, results: list[Any]) -> Iterator[Wrong]:
-        expected = [*self.expected.returned, *[()] * (len(results) - len(self.expected.returned))]
         named = ("the loss", "new values and outputs", "what is sent")
-        for label, *sides in zip(named, results, expected, strict=True):
-            nodes, right = (x if isinstance(x, tuple | list) else (x,) for x in sides)
-            if len(nodes) != len(right):
-                yield Wrong("forward", None, f"{label}: {len(nodes)} values", f"{len(right)}")
+        for label, values, right in zip_longest(named[: len(results)], results, self.expected.returned, fillvalue=()):
+            nodes, wants = (x if isinstance(x, tuple | list) else (x,) for x in (values, right))
+            if len(nodes) != len(wants):
+                yield Wrong("forward", None, f"{label}: {len(nodes)} values", f"{len(wants)}")
                 continue
-            for node, want in zip(nodes, right, strict=True):
+            for node, want in zip(nodes, wants, strict=True):
                 yield from self._compared("forward", node, f"{label}: {node}", node, want)
 
     def _received(self, grads: Any) -> Iterator[Wrong]:
@@ -203,12 +203,12 @@ class _Texts:
     def _parameters(self) -> Iterator[Wrong]:
         """Check that each gradient is put once, and each bucket's sum starts once, after all its gradients."""
         begun: Counter[str] = Counter()
-        puts: Counter[int] = Counter()
+        puts: Counter[Term] = Counter()
         bucket_of = {name: f"bucket{i}" for i, b in enumerate(self._program.buckets) for name in b.params}
         for text, n in self._backward_lines():
             args: Any = n.args
             if n.target is ops.accumulate:
-                term = self._env[text][args[0]].number
+                term = self._env[text][args[0]]
                 name, number = self.expected.puts.get(term, (args[0].name, None))
                 puts[term] += 1
                 yield from self._compared(text, n, f"the gradient of {name}", args[1], number)
@@ -260,44 +260,44 @@ class _Texts:
     # --- messages
 
     def _compared(
-        self, text: str, at: fx.Node | None, label: str, value: fx.Node | None, want: Term | int | None
+        self, text: str, at: fx.Node | None, label: str, value: fx.Node | None, want: Term | None
     ) -> Iterator[Wrong]:
         """Report a value that is another term, by the first line, from the inputs on, in which they differ.
 
         at: the line to name if there is none.
         """
-        have, want = None if value is None else self._env[text][value], Term(want) if isinstance(want, int) else want
+        have = None if value is None else self._env[text][value]
         if have is None or want is None:
             if have is not want:
                 state = "it is there" if have is not None else "there is none"
                 yield Wrong(text, at, f"{label}: {state}", "none" if want is None else "one")
         elif have != want:
-            a, b = self._deepest(have.number, want.number)
+            a, b = self._deepest(have, want)
             where, line = self._line_of.get(a, (text, at))
             yield Wrong(where, line, f"{label} is not what the chain rule gives: this line differs", self._shown(b))
 
-    def _deepest(self, have: int, want: int) -> tuple[int, int]:
+    def _deepest(self, have: Term, want: Term) -> tuple[Term, Term]:
         """Return the innermost unequal terms at the same place of both."""
         while True:
-            (op, left), (other, right) = self._terms.parts(have), self._terms.parts(want)
+            (op, left), (other, right) = parts(have), parts(want)
             if op == "sum" and other == "sum":
                 extra, missing = (list((Counter(x) - Counter(y)).elements()) for x, y in ((left, right), (right, left)))
                 left, right = (extra, missing) if len(extra) == len(missing) else ([], [])
             if op != other or len(left) != len(right):
                 return have, want
-            pairs = [(x, y) for x, y in zip(left, right, strict=True) if x != y]
-            if not pairs or sorted(left) == sorted(right):  # constants differ, or operands are swapped
+            pairs = [(x, y) for x, y in zip(left, right, strict=True) if x is not y]
+            if not pairs or Counter(left) == Counter(right):  # constants differ, or operands are swapped
                 return have, want
             have, want = pairs[0]
 
-    def _shown(self, term: int, depth: int = 2) -> str:
-        op, parts = self._terms.parts(term)
+    def _shown(self, term: Term, depth: int = 2) -> str:
+        op, operands = parts(term)
         if isinstance(op, str) and op != "sum":
             return op
         if depth == 0 or term in self._line_of:
             return self._line_of[term][1].name if term in self._line_of else "..."
         name = op if op == "sum" else getattr(op, "__name__", str(op))
-        return f"{name}({', '.join(self._shown(t, depth - 1) for t in parts)})"
+        return f"{name}({', '.join(self._shown(t, depth - 1) for t in operands)})"
 
 
 def _overwritten(graph: fx.Graph, fresh: set[fx.Node]) -> Iterator[tuple[fx.Node, str]]:

@@ -12,8 +12,9 @@ from torch import fx
 
 from shardc.artifact import emit
 from shardc.errors import ShardcError
-from shardc.ir.graph import operands_of, source_of, values_of
+from shardc.ir.graph import operands_of, placeholders, source_of, values_of
 from shardc.ir.mesh import MICROBATCH
+from shardc.ir.metadata import Value
 from shardc.ir.outputs import Output
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad
 from shardc.ir.program import Program
@@ -44,12 +45,8 @@ class Gap:
     right: str = ""
 
     def __str__(self) -> str:
-        rest = [
-            f"  {name}: {text}"
-            for name, text in (("line", self.line), ("model", self.source), ("right", self.right))
-            if text
-        ]
-        return "\n".join([f"{self.where}: {self.what}", *rest])
+        rest = {"line": self.line, "model": self.source, "right": self.right}
+        return "\n".join([f"{self.where}: {self.what}", *(f"  {name}: {text}" for name, text in rest.items() if text)])
 
 
 @dataclass(frozen=True)
@@ -109,6 +106,7 @@ class _Checker:
     program: Program
     until: float
     lines: int = 0
+    #: The claims of values that stages send.
     sent: dict[str, list[Claim]] = field(default_factory=dict)
 
     def run(self) -> Iterator[Gap]:
@@ -118,7 +116,7 @@ class _Checker:
             return
         self.mesh = mesh_of(program)
         self.model = Model(program)
-        nodes = {n.name: n for n in self.model.graph.nodes if n.op == "placeholder"}
+        nodes = placeholders(self.model.graph)
         self.stored = {x.name: self._stored(x, nodes[x.name]) for x in program.stored if x.name in nodes}
         totals: tuple[tuple[Claim, ...], ...] = ()
         if program.prologue is not None:
@@ -131,10 +129,8 @@ class _Checker:
         for stage in program.stages:
             text = yield from self._text(stage, totals)
             texts.append(text)
-            for name in stage.sends:
-                node = next(n for n in stage.graph.nodes if n.name == name)
-                if node in text.claims:
-                    self.sent[name] = text.claims[node]  # several claims if it is a constant
+            sends = set(stage.sends)
+            self.sent |= {n.name: c for n, c in text.claims.items() if n.name in sends}  # several claims of a constant
         yield from self._results(texts)
         for name, fault in gradient_sums.wrong(program):
             yield Gap(name, fault)
@@ -165,8 +161,10 @@ class _Checker:
         text = Text(self.model, stage.graph, claims, totals, self.until)
         self.lines += _calls(stage.graph)
         for node in text.unexplained():
-            fault = text.wrong.get(node) or text.unfit.get(node) or self._why(text, node)
-            yield self._gap(stage.name, node, fault, self._right(text, node))
+            call = next((n for n in self.model.calls if n.name == node.name), None)
+            fault = text.wrong.get(node) or text.unfit.get(node)
+            right = f"{call.target} by its rule" if call is not None and not fault else ""
+            yield self._gap(stage.name, node, fault or self._why(text, node, call), right)
         for node, why in text.wrong.items():
             if node in text.explained:
                 yield self._gap(stage.name, node, why)
@@ -177,12 +175,9 @@ class _Checker:
         """Check that the types shown in a text are those of its claims."""
         for node, claims in text.claims.items():
             value = node.meta.get("value")
-            if (
-                value is None
-                or isinstance(value, tuple)
-                or (node.op == "placeholder" and "collective" not in node.meta)  # it has its stored type
-                or node.target in table("proof", "BYTES")  # their layout is each rank's own; no other rank reads them
-            ):
+            stored = node.op == "placeholder" and "collective" not in node.meta  # it has its stored type
+            own = node.target in table("proof", "BYTES")  # their layout is each rank's own; no other rank reads them
+            if stored or own or not isinstance(value, Value):
                 continue
             expected = [shown(c.layout, self.mesh, own=True) for c in claims]
             if shown(value.layout, self.mesh) not in expected:
@@ -296,9 +291,8 @@ class _Checker:
         line = next((line.strip() for line in text.splitlines() if line.startswith(start)), "")
         return Gap(f"{place}: {node.name}", what, line, str(source_of(node)), right)
 
-    def _why(self, text: Text, node: fx.Node) -> str:
-        """Return why a line is no op of the model: compare it with the op of its name, if there is one."""
-        call = next((n for n in self.model.calls if n.name == node.name), None)
+    def _why(self, text: Text, node: fx.Node, call: fx.Node | None) -> str:
+        """Return why a line is no op of the model. call: the model's op of its name, if there is one."""
         if call is None or call.target != node.target:
             return "it is no op of the model on these operands, nor what a rule makes of one"
         expected = [self.model.one[x] for x in operands_of(call)]
@@ -311,10 +305,6 @@ class _Checker:
         if len(have) == len(choices.call.operands) and (why := misfit(choices, have, self.mesh)):
             return why
         return "its sizes, digits or constants are not those that its rule gives a rank's part"
-
-    def _right(self, text: Text, node: fx.Node) -> str:
-        call = next((n for n in self.model.calls if n.name == node.name), None)
-        return f"{call.target} by its rule" if call is not None and node not in text.wrong | text.unfit else ""
 
 
 def _calls(graph: fx.Graph) -> int:

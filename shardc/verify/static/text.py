@@ -24,7 +24,6 @@ from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout, PartialGrad, Placement
 from shardc.ir.stored import Bucket
 from shardc.optional import table
-from shardc.rules.core.choices import Choices
 from shardc.rules.core.registry import LocalCall
 from shardc.runtime import ops
 from shardc.verify.static import chunked_loss, op_types
@@ -146,38 +145,30 @@ class Text:
         forms = {x: self.forms.get(x, []) for x in operands}
         if not all(forms.values()):
             return
-        choices = self.model.choices_of(call)
+        places = self.model.choices_of(call).places.values()
         ways = [list(way) for way in product(*(forms[x] for x in operands))]
-        if not any(all(place is None for place in ins) for ins, _ in choices.places.values()):
+        if not any(all(place is None for place in ins) for ins, _ in places):
             for way in ways:  # try each: several lines may be this op
-                self._match(call, choices, way, {}, strict=False)
+                self._match(call, way, {}, strict=False)
             return
         # a constant fits thousands of layouts: its lines in the text say which
         inputs, stored = self.model.program.inputs, [x.layout for x in self.model.program.stored]
         named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in self.model.names[call]]
         shows = [v.layout for n in named for v in values_of(n)]
         hint = op_types.hints(call, shows, inputs, self.mesh)
-        matched = [self._match(call, choices, way, hint, strict=True) for way in ways]
+        matched = [self._match(call, way, hint, strict=True) for way in ways]
         if not any(matched) or any(x.microbatch is not None and x.microbatch.padding for x in inputs):
             # no type shows padding of microbatches, or that a view moves
             hint = op_types.hints(call, [*stored, *shows], inputs, self.mesh, wide=True)
             for way in ways:
-                self._match(call, choices, way, hint, strict=False)
+                self._match(call, way, hint, strict=False)
 
-    def _match(
-        self,
-        call: fx.Node,
-        choices: Choices,
-        forms: list[tuple[fx.Node, Claim]],
-        hint: op_types.Hints,
-        *,
-        strict: bool,
-    ) -> bool:
+    def _match(self, call: fx.Node, forms: list[tuple[fx.Node, Claim]], hint: op_types.Hints, *, strict: bool) -> bool:
         """Claim the lines that are this op on these forms, and return whether there are any.
 
         hint: see `op_types.hints`. strict: only lines count whose type in the text agrees.
         """
-        order = (line for line, _ in forms)
+        choices, order = self.model.choices_of(call), (line for line, _ in forms)
 
         def local(n: fx.Node) -> fx.Node:
             return self.inputs[n.name] if n.meta.get("value") is None else next(order)  # the mesh, random numbers
