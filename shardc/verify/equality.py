@@ -165,11 +165,11 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
 def _compiled(program: Program, seed: int) -> tuple[list[Finding], float | None]:
     """Compare the compiled step with the same step line by line. Return findings and the worst difference."""
     if not any(fused_regions(g) for s in program.stages if s.joint is not None for g in s.joint.graphs.values()):
+        fault, fix = "nothing of this program is compiled", "write `execution: {compile: layers}` in the spec"
         if program.spec is not None and program.spec.execution.compile == "layers":
-            reason = "no lines of this program are worth compiling: calling them as one costs what it saves"
-            return [Finding("execution.compile", reason, "compile it for a larger batch")], None
-        fix = "write `execution: {compile: layers}` in the spec"
-        return [Finding("execution.compile", "nothing of this program is compiled", fix)], None
+            fault = "no lines of this program are worth compiling: calling them as one costs what it saves"
+            fix = "compile it for a larger batch"
+        return [Finding("execution.compile", fault, fix)], None
     weights, batch = random_state(program, seed), random_inputs(program, seed)
     plain, compiled = (simulate(p, weights, batch, seed=seed) for p in (without_fused_regions(program), program))
     values = (v for s in program.stages for n in s.graph.nodes for v in values_of(n))

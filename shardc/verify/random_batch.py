@@ -76,9 +76,6 @@ def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
 def _nest(leaves: dict[tuple[str | int, ...], Tensor]) -> Any:
     if set(leaves) == {()}:
         return leaves[()]
-    heads: dict[str | int, dict[tuple[str | int, ...], Tensor]] = {}
-    for path, leaf in leaves.items():
-        heads.setdefault(path[0], {})[path[1:]] = leaf
-    if all(isinstance(k, int) for k in heads):
-        return tuple(_nest(heads[k]) for k in sorted(heads, key=int))
-    return {k: _nest(v) for k, v in heads.items()}
+    heads = dict.fromkeys(path[0] for path in leaves)
+    parts = {h: _nest({path[1:]: leaf for path, leaf in leaves.items() if path[0] == h}) for h in heads}
+    return tuple(parts[k] for k in sorted(parts, key=int)) if all(isinstance(k, int) for k in parts) else parts

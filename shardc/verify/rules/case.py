@@ -171,9 +171,8 @@ class Case:
         rtol: float | None = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
         rtol = None if op in UNDEFINED else rtol
         operands, whole = ([x.detach() for x in each] for each in (leaves, results))
-        return cls(
-            node, Choices(proven, call, signature), operands, whole, weights, grads, rtol, forward_only, generator
-        )
+        choices = Choices(proven, call, signature)
+        return cls(node, choices, operands, whole, weights, grads, rtol, forward_only, generator)
 
     def layouts(self, mesh: Mesh, strategies: dict[str, Strategy]) -> tuple[list[Layout], list[Layout], str]:
         """Return the layouts of operands and results, and why one cannot be, "" if all can."""

@@ -74,13 +74,9 @@ def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
 
     deep: see `strategies`.
     """
-    findings = []
-    for n in parts:
-        for s in dict.fromkeys(strategies(case.choices, n, deep=deep)):
-            again = s.kind == "replicate" and n != parts[0]  # the same for every n
-            if not again and (fault := case.on_axis(n, s)):
-                findings.append(case.finding(str(s), n, fault))
-    return findings
+    tried = [(n, s) for n in parts for s in dict.fromkeys(strategies(case.choices, n, deep=deep))]
+    tried = [(n, s) for n, s in tried if s.kind != "replicate" or n == parts[0]]  # it is the same for every n
+    return [case.finding(str(s), n, fault) for n, s in tried if (fault := case.on_axis(n, s))]
 
 
 def prove_pairs(case: Case, sizes: tuple[int, int], *, deep: bool = True) -> list[Finding]:

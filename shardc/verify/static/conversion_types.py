@@ -95,11 +95,8 @@ def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
     """
     first = mesh.digits(axis)[0]
     sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[first], Shard)]
-    digits: list[Any] = []
-    for s, layout, _ in sides:
-        digits += [s.dim, layout.local_split(first, mesh)]
-    if len(sides) == 1:
-        digits.append(sides[0][0].sections)
+    digits: list[Any] = [x for s, layout, _ in sides for x in (s.dim, layout.local_split(first, mesh))]
+    digits += [s.sections for s, _, _ in sides if len(sides) == 1]
     for s, _, other in sides if any(s.padding for s, _, _ in sides) else ():
         still = any(a not in mesh.digits(axis) for a, _ in other.shards(s.dim))
         digits += [0, 1] if still else [s.padding, s.blocks]

@@ -115,11 +115,11 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
         if mixed := [n for n, values in takes.items() if not own.issuperset(values)]:
             yield Wrong("pair", mixed[0], "it takes a value of the other microbatch", "one of its own half")
             return
-    of_then = Lines.of(other.joint) | {"forward": then}
+    of_first, of_then, second = Lines.of(one.joint) | {"forward": first}, Lines.of(other.joint), "second forward"
     if pair.kind == "FB":
-        of_then = {"forward": Lines.of(other.joint)["forward"], "backward": then}
-    second = "backward" if pair.kind == "FB" else "second forward"
-    for stage, lines, half in ((one, Lines.of(one.joint) | {"forward": first}, "forward"), (other, of_then, second)):
+        of_then, second = {"forward": of_then["forward"]}, "backward"
+    of_then["backward" if pair.kind == "FB" else "forward"] = then
+    for stage, lines, half in ((one, of_first, "forward"), (other, of_then, second)):
         texts = _Texts(program, stage, rules, until, lines)
         yield from (replace(w, text=f"pair, {half}") for w in texts.wrong())
     for node, fault in (*_overwritten(pair.graph, texts.fresh("backward")), *_unfinished(pair.graph)):
@@ -171,7 +171,7 @@ class _Texts:
         for n in lines.nodes:
             if n.op == "placeholder":
                 name = n.name.removeprefix(lines.prefix)
-                env[n] = given[name] if name in given else self._terms.given(name)
+                env[n] = given.get(name) or self._terms.given(name)
             elif n.op == "call_function":
                 args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
                 value = n.meta.get("value")  # types in joint graphs are those of a rank

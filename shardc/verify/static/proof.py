@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import fx
@@ -132,10 +133,8 @@ class _Checker:
             sends = set(stage.sends)
             self.sent |= {n.name: c for n, c in text.claims.items() if n.name in sends}  # several claims of a constant
         yield from self._results(texts)
-        for name, fault in gradient_sums.wrong(program):
-            yield Gap(name, fault)
-        for wrong in registered("proof", "wrong", program.features):
-            yield from (Gap(name, fault) for name, fault in wrong(program, self.until))
+        features = (wrong(program, self.until) for wrong in registered("proof", "wrong", program.features))
+        yield from (Gap(name, fault) for name, fault in chain(gradient_sums.wrong(program), *features))
         yield from self._pipeline()
 
     def _stored(self, x: Param | Buffer | Input, node: fx.Node) -> Claim:

@@ -33,6 +33,8 @@ from shardc.verify.static.statement import Claim, of_one_microbatch
 
 aten = torch.ops.aten
 _PLUS = {aten.add.Tensor, aten.sub.Tensor}
+#: A line that holds a part of a value, and which.
+Form = tuple[fx.Node, Claim]
 
 
 class TooLongError(Exception):
@@ -67,7 +69,7 @@ class Text:
         self.by_call: dict[Any, fx.Node] = {}
         self.twins: dict[fx.Node, list[fx.Node]] = {}
         #: By value of the model: the lines that hold a part of it, with their claims.
-        self.forms: dict[fx.Node, list[tuple[fx.Node, Claim]]] = {}
+        self.forms: dict[fx.Node, list[Form]] = {}
         #: By line that fetches parameters: these, and their bucket.
         self.fetched: dict[fx.Node, tuple[Sequence[fx.Node], Bucket]] = {}
         self.explained: set[fx.Node] = set()
@@ -141,12 +143,10 @@ class Text:
 
     def find(self, call: fx.Node) -> None:
         """Find the lines that are this op of the model: any forms of its operands, any way its rule allows."""
-        operands = [self.model.one[x] for x in operands_of(call)]
-        forms = {x: self.forms.get(x, []) for x in operands}
-        if not all(forms.values()):
+        ways = list(product(*(self.forms.get(self.model.one[x], ()) for x in operands_of(call))))
+        if not ways:
             return
         places = self.model.choices_of(call).places.values()
-        ways = [list(way) for way in product(*(forms[x] for x in operands))]
         if not any(all(place is None for place in ins) for ins, _ in places):
             for way in ways:  # try each: several lines may be this op
                 self._match(call, way, {}, strict=False)
@@ -163,7 +163,7 @@ class Text:
             for way in ways:
                 self._match(call, way, hint, strict=False)
 
-    def _match(self, call: fx.Node, forms: list[tuple[fx.Node, Claim]], hint: op_types.Hints, *, strict: bool) -> bool:
+    def _match(self, call: fx.Node, forms: Sequence[Form], hint: op_types.Hints, *, strict: bool) -> bool:
         """Claim the lines that are this op on these forms, and return whether there are any.
 
         hint: see `op_types.hints`. strict: only lines count whose type in the text agrees.
