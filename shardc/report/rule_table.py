@@ -62,9 +62,8 @@ def row(op: Any, rule: Rule) -> RuleRow:
 def rule_table(rows: Iterable[RuleRow]) -> str:
     """Format one line for each rule, by family; descriptions of functions that make rules come first."""
     lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
-    by_family = {
-        f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
-    }
+    ordered = sorted(rows, key=lambda r: (r.family == "own", r.family))
+    by_family = {f: list(g) for f, g in groupby(ordered, lambda r: r.family)}
     for family, members in by_family.items():
         about = {name: text for r in members for name, text in r.about.items() if text}
         lines += [("",), (f"# {family}",)]

@@ -136,8 +136,7 @@ def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) 
         second = [g for w, g in other.graphs.items() if (w == "forward") == (p.kind == "FF")]
         for half, texts in ((first, [forward.forward]), (then, second)):
             lines = sorted(n.name for text in texts for n in text.nodes if n.op == "call_function")
-            names = (n.name.removeprefix(half.prefix) for n in half.nodes if n.op == "call_function")
-            assert sorted(names) == lines
+            assert sorted(n.name.removeprefix(half.prefix) for n in half.nodes if n.op == "call_function") == lines
         for text in forward.graphs.values():  # what its tapes take is known from forward's lines
             overlap.OrderedGraph(text, seconds, sizes)
         for text in other.graphs.values():

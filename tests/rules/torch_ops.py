@@ -61,6 +61,7 @@ SWITCHES = {
 _HEADS = "fused kernels want q, k and v of one head size"
 _CONSTANT = "a constant: its operand gives only shape or dtype"
 _WEIGHTS = "a norm's weights that are still to be summed over ranks do not occur"
+_FEW = "boundaries are few: counting below a part of them and adding up saves nothing"
 _EMPTY = "only because the other operands are empty"
 #: (op, what) that a rule forbids though it would be right, and why it stays so.
 KNOWN = {
@@ -75,10 +76,7 @@ KNOWN = {
     ("aten.zeros_like.default", "linear in 0"): _CONSTANT,
     ("aten.new_zeros.default", "linear in 0"): _CONSTANT,
     ("aten.new_zeros.default", "split x0_0, sum"): _CONSTANT,
-    (
-        "aten.bucketize.Tensor",
-        "split x1_0, sum",
-    ): "boundaries are few: counting below a part of them and adding up saves nothing",
+    ("aten.bucketize.Tensor", "split x1_0, sum"): _FEW,
     ("aten.cat.default", "linear in 0"): _EMPTY,
     ("aten.cat.default", "linear in 0 2"): _EMPTY,
     ("aten.index.Tensor", "split i0_0 = o0_0"): "a mask makes sizes that depend on data: such graphs are not captured",
