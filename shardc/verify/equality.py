@@ -145,9 +145,9 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
     norms = [_wide(one).norm().square() for n, _, one, _ in pairs if n != "loss" and one is not None]
     floor = 1e-3 * float(sum(norms, torch.zeros(())).sqrt())
     off_by = [difference(one, many, 0.0 if name == "loss" else floor) for name, _, one, many in pairs]
-    for name, one in divided(double, {name: x.detach() for name, x in outputs.items()}).items():
-        pairs.append((f"output {name!r}", "the output", one, sim.outputs[name]))
-        off_by.append(_of_output(one, sim.outputs[name]))
+    for name, x in divided(double, {name: x.detach() for name, x in outputs.items()}).items():
+        pairs.append((f"output {name!r}", "the output", x, sim.outputs[name]))
+        off_by.append(_of_output(x, sim.outputs[name]))
     op: str | None = None
     for (name, kind, one, many), off in zip(pairs, off_by, strict=True):
         if off <= TOLERANCE:

@@ -216,9 +216,10 @@ class Case:
             return ""
         except MISFIT as e:
             return message_of(e)
-        wants = [(f"result {i}", want, layout) for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True))]
-        named = [f"gradient of operand {i}" for i in range(len(ins))]
-        wants += zip(named, self.grads, map(dual, ins), strict=True)
+        wants: list[tuple[str, Tensor | None, Layout]] = [
+            *((f"result {i}", x, layout) for i, (x, layout) in enumerate(zip(self.outputs, outs, strict=True))),
+            *((f"gradient of operand {i}", g, dual(ins[i])) for i, g in enumerate(self.grads)),
+        ]
         for (name, want, layout), *parts in zip(wants, *ranks, strict=True):
             gradient = name.startswith("gradient")
             if want is not None and (fault := differs(parts, layout, mesh, want, self.rtol, gradient=gradient)):

@@ -155,7 +155,7 @@ def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> 
     for sample in samples:
         case = Case.of(op, exact(op, sample), rule=rule)
         call, sig = case.choices.call, case.choices.signature
-        trials: dict[str, list[Strategy | None]] = {}
+        trials: dict[str, Sequence[Strategy | None]] = {}
         for label, factor, looser in loosened(sig):
             choices = Choices(case.choices.rule, call, looser)
             trials[label] = [choices.split(factor, 1, n) for n in (2, 3)]

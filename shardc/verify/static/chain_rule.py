@@ -55,7 +55,7 @@ class ChainRule:
         self.stops: list[fx.Node] = []
         derivatives = self._derivatives()
         self._forward(derivatives)
-        self.returned: Any = fx.map_arg(self._returned, lambda n: self._values[producer_of(n)])
+        self.returned: Any = fx.map_arg(self._returned, self._value)
         self._backward(derivatives)
 
     def _derivatives(self) -> dict[fx.Node, Rule]:
@@ -69,8 +69,8 @@ class ChainRule:
                 raise TooLongError
             if n in needed:
                 needed.update(n.all_input_nodes)
-                known = self._types.get((n, 0)) if n.target in CONVERTED else None
-                self.stops += [n] if known is not None and n.meta["value"].requires_grad and not known.grad else []
+                t = self._types.get((n, 0)) if n.target in CONVERTED else None
+                self.stops += [n] if t is not None and n.meta["value"].requires_grad and not t.grad else []
             tangents = tuple(map(grads.get, _results(n)))
             if all(t is None for t in tangents) or not is_call(n) or n.target in (ops.gather_wait, ops.updated):
                 continue
@@ -113,12 +113,12 @@ class ChainRule:
                 else:
                     self._called(n)
 
-    def _called(self, n: fx.Node) -> None:
-        def put(x: fx.Node) -> Any:
-            return self._values[producer_of(x)]
+    def _value(self, x: fx.Node) -> Any:
+        return self._values[producer_of(x)]
 
+    def _called(self, n: fx.Node) -> None:
         single = not _several(n) or n.target is ops.gather_start  # its result is a handle
-        args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
+        args, kwargs = fx.map_arg(n.args, self._value), fx.map_arg(dict(n.kwargs), self._value)
         term = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if single else None)
         if single:
             self._values[n, 0] = term

@@ -127,7 +127,8 @@ def _counted(text: Text, node: fx.Node, claim: Claim) -> None:
 
 def _fetched(text: Text, node: fx.Node) -> bool:
     """Check a line that makes a bucket's parameters whole on the data axis. Return whether it is one."""
-    first, name, *_ = (*node.args, None, None)
+    args: Any = (*node.args, None, None)
+    first, name, *_ = args
     if node.target is ops.gather_wait:
         if not isinstance(first, fx.Node) or first not in text.fetched:
             return False

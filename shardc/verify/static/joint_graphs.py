@@ -119,9 +119,9 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     if pair.kind == "FB":
         of_then, second = {"forward": of_then["forward"]}, "backward"
     of_then["backward" if pair.kind == "FB" else "forward"] = then
-    for stage, lines, half in ((one, of_first, "forward"), (other, of_then, second)):
+    for stage, lines, label in ((one, of_first, "forward"), (other, of_then, second)):
         texts = _Texts(program, stage, rules, until, lines)
-        yield from (replace(w, text=f"pair, {half}") for w in texts.wrong())
+        yield from (replace(w, text=f"pair, {label}") for w in texts.wrong())
     for node, fault in (*_overwritten(pair.graph, texts.fresh("backward")), *_unfinished(pair.graph)):
         yield Wrong("pair", node, fault)
 

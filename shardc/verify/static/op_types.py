@@ -37,8 +37,8 @@ def _by_axis(
     """Yield for each axis how it has the operands, and the strategies that take them so."""
     for axis, n in mesh.axes:
         have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
-        strategies = dict.fromkeys(_possible(choices, have, hint.get(axis, ()), n))
-        yield axis, have, [s for s in strategies if list(map(on_axis, s.inputs, choices.call.operands)) == have]
+        possible, values = _possible(choices, have, hint.get(axis, ()), n), choices.call.operands
+        yield axis, have, list(dict.fromkeys(s for s in possible if list(map(on_axis, s.inputs, values)) == have))
 
 
 def fitting(

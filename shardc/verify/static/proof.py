@@ -161,9 +161,9 @@ class _Checker:
         self.lines += _calls(stage.graph)
         for node in text.unexplained():
             call = next((n for n in self.model.calls if n.name == node.name), None)
-            fault = text.wrong.get(node) or text.unfit.get(node)
-            right = f"{call.target} by its rule" if call is not None and not fault else ""
-            yield self._gap(stage.name, node, fault or self._why(text, node, call), right)
+            known = text.wrong.get(node) or text.unfit.get(node)
+            right = f"{call.target} by its rule" if call is not None and not known else ""
+            yield self._gap(stage.name, node, known or self._why(text, node, call), right)
         for node, why in text.wrong.items():
             if node in text.explained:
                 yield self._gap(stage.name, node, why)
@@ -198,7 +198,10 @@ class _Checker:
                 losses += 1
                 yield from self._result(stage, text, returned[0], of_loss, None)
             updates = stage.updates or (buffers if len(program.stages) == 1 else ())
-            made = [*map(buffers.__getitem__, updates), *map(outputs.__getitem__, stage.outputs)]
+            made: list[tuple[Any, fx.Node]] = [
+                *map(buffers.__getitem__, updates),
+                *map(outputs.__getitem__, stage.outputs),
+            ]
             for node, (declared, of) in zip(returned[1], made, strict=True):
                 yield from self._result(stage, text, node, of, declared)
         if losses != (of_loss is not None):

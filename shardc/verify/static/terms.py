@@ -102,10 +102,10 @@ class Terms:
         x, w, bias = factors(target, args)
         if x.shape is None or w.shape is None or shape is None or len(x.shape) < 2 or len(w.shape) != 2:
             return None
+        rows, columns = math.prod(x.shape[:-1]), w.shape[0 if target is aten.linear.default else 1]
         w = self._transposed(w) if target is aten.linear.default else w
-        rows = math.prod(x.shape[:-1])
         product = self._kept(aten.mm.default, (self._reshaped(x, (rows, x.shape[-1])), w), ())
-        product = self._reshaped(self._with(product, (rows, w.shape[1])), shape)
+        product = self._reshaped(self._with(product, (rows, columns)), shape)
         return product if bias is None else self._with(self.sum(product, bias), shape)
 
     def _transposed(self, x: Term) -> Term:
@@ -121,7 +121,7 @@ class Terms:
         if target in _BEGIN:
             op, *rest = args
             inner = (getattr(ops, op), tuple(rest)) if _BEGIN[target] is None else (_BEGIN[target], args)
-            return self._kept("begun", self._called(*inner, kwargs))
+            return self._kept("begun", self._called(inner[0], inner[1], kwargs))
         op, *inside = args[0].key if args and isinstance(args[0], Term) else (None,)
         if target is operator.getitem and op is ops.opaque_backward:
             return self._gradient(args[0], int(args[1]))
