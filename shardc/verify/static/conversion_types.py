@@ -32,14 +32,13 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
 
     claim: of its operand; value: what the operand is a part of, with its global shape.
     """
-    row, over = ROWS[node.target], node.args[2]
+    row, over, digits = ROWS[node.target], node.args[2], tuple(node.args[3:])
     sent: Any = node.kwargs.get("fp8")
     if sent is not None:
         packed = table("ops", "PACKED").get(claim.of.target)
         if row.forward != "all_gather" or packed is None or packed(*claim.of.args) != (sent[0], tuple(sent[1])):
             raise WrongError(f"{row.op} sends 8 bits of what is not rounded to {sent}")
     axes: Any = over if isinstance(over, tuple | list) else (over,)
-    digits = tuple(node.args[3:])
     try:
         parts = mesh.digits(*axes)
     except KeyError:

@@ -137,16 +137,13 @@ def hints(
     axes = [(axis, n) for axis, n in mesh.axes if n > 1 and (wide or axis == MICROBATCH)]
     known = {p.split for each in placements.values() for p in each if isinstance(p, Shard)} | {1}
     paddings = {p.padding for _, p in splits} | {0}
-    rows = {(x.shape[s.dim], s.padding) for x in inputs if (s := x.microbatch) is not None}
+    rows = {(x.shape[s.dim], s.padding) for x in inputs if (s := x.microbatch) is not None and s.padding}
     for v in values_of(call)[:1]:
         for (axis, n), (d, size) in product(axes, enumerate(v.shape)):
             before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else known
             # `inner`: what follows rows in a dim that a view merges
             merged = {
-                p * inner
-                for have, p in rows
-                for inner in range(1, size // have + 1)
-                if p and size % (have * inner) == 0
+                p * inner for have, p in rows for inner in range(1, size // have + 1) if size % (have * inner) == 0
             }
             placements[axis] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)

@@ -198,10 +198,7 @@ class _Checker:
                 losses += 1
                 yield from self._result(stage, text, returned[0], of_loss, None)
             updates = stage.updates or (buffers if len(program.stages) == 1 else ())
-            made: list[tuple[Any, fx.Node]] = [
-                *map(buffers.__getitem__, updates),
-                *map(outputs.__getitem__, stage.outputs),
-            ]
+            made: list[Any] = [*map(buffers.__getitem__, updates), *map(outputs.__getitem__, stage.outputs)]
             for node, (declared, of) in zip(returned[1], made, strict=True):
                 yield from self._result(stage, text, node, of, declared)
         if losses != (of_loss is not None):
