@@ -141,10 +141,8 @@ def hints(
     for v in values_of(call)[:1]:
         for (axis, n), (d, size) in product(axes, enumerate(v.shape)):
             before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else known
-            # `inner`: what follows rows in a dim that a view merges
-            merged = {
-                p * inner for have, p in rows for inner in range(1, size // have + 1) if size % (have * inner) == 0
-            }
+            # a view may merge m rows with `inner` elements that follow each
+            merged = {p * inner for m, p in rows for inner in range(1, size // m + 1) if size % (m * inner) == 0}
             placements[axis] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
                 for padding in paddings | merged
