@@ -46,10 +46,10 @@ def op_on_ranks(program: Program, model: Any, batch: Any, seed: int) -> str:
         copies = map(looking, graphs[s.name])
         return replace(s, graph=next(copies)) if s.joint is None else replace(s, joint=Joint(*copies))
 
-    stages = tuple(map(watched, program.stages))
+    looked_at = replace(program, stages=tuple(map(watched, program.stages)), pairs=())
 
     def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(replace(program, stages=stages, pairs=()), model, None, seed, mesh=mesh, check=False)
+        engine = Engine(looked_at, model, None, seed, mesh=mesh, check=False)
         if program.forward_only:
             engine.evaluate(batch)
         else:
