@@ -262,9 +262,10 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
             if (fuzz or len(str(spec)) % 3 == 0) and not {"adapters", "precision"} & spec.keys():
                 forwards(name, spec)
             if fuzz:
-                written(program)
                 own_loop(program, model, batch, alone(name, json.dumps(own)) if own else want)
                 on_disk(before[program.mesh.world] if not own else program, program, model, batch)
+        if fuzz:  # outside of Wide, which reads a constant's float32 as float64
+            written(program)
 
     equal()
     assert fuzz or sum(ran) > examples // 3
