@@ -1,6 +1,4 @@
-"""Prove shardc's own rules on more calls than a user's: other spellings of torch's arguments, and broadcasting; with
-what is known of torch's ops.
-"""
+"""Prove shardc's rules on more calls than a user's: torch's arguments spelled otherwise, and broadcasting."""
 
 from __future__ import annotations
 

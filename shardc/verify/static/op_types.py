@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from shardc.ir.graph import operands_of, repeats, value_of, values_of
+from shardc.ir.graph import enlarges, operands_of, value_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Partial, Placement, Shard
 from shardc.rules.core import registry
@@ -158,7 +158,7 @@ def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
     for node in graph.nodes:
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
-        moves = rule is not None and rule.linear == ((0,),) and operands[0] in weights and not repeats(node)
+        moves = rule is not None and rule.linear == ((0,),) and operands[0] in weights and not enlarges(node)
         if moves or (node.op == "placeholder" and node.name in params):
             weights.add(node)
     return weights
