@@ -10,35 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.agreement import DisagreementError
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.step.module import ShardedModule
+from tests.runtime.step.small import BATCH, NET, of
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.down(self.up(x).relu()) - x).square().mean()
-
-
-torch.manual_seed(0)
-NET = Net()
-BATCH = {"x": torch.linspace(-1, 1, 64).view(8, 8).sin()}
 SPECS: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 2}},
     "tp": {"mesh": {"tp": 2}, "shard": {"use": "structure"}},
     "zero 3": {"mesh": {"dp": 2}, "data": {"zero": 3}},
 }
-PROGRAMS = {
-    name: shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **s}, prove=False) for name, s in SPECS.items()
-}
+PROGRAMS = {name: of(s) for name, s in SPECS.items()}
 
 
 def trained(spec: str, work: Callable[[ShardedModule, int], Any], **options: Any) -> list[Any]:

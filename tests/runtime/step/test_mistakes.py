@@ -24,6 +24,7 @@ from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 from shardc.runtime.step.param_groups import NamedParameters
 from shardc.spec import Run
+from tests.runtime.step.small import on_engines, on_modules
 
 
 class Net(nn.Module):
@@ -272,13 +273,11 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
 def test_of_a_module(name: str) -> None:
     act, said = MODULES[name]
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(PROGRAM, MODEL, mesh=mesh)
+    @on_modules(PROGRAM, MODEL)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         module.load_state_dict(module.state_dict())
         with pytest.raises(ShardcError, match=said):
             act(module)
-
-    loopback(PROGRAM.mesh, work)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -293,13 +292,11 @@ def test_of_an_engine(name: str) -> None:
 
 
 def test_a_misspelled_option_of_a_step_is_no_part_of_the_batch() -> None:
-    def work(mesh: LoopbackMesh) -> None:
-        engine: Any = Engine(PROGRAM, MODEL, mesh=mesh)
+    @on_engines(PROGRAM, MODEL)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         with pytest.raises(TypeError, match="unexpected keyword argument 'locl'"):
             engine.step(BATCH, locl=True)
         assert engine.step(batch=BATCH) > 0
-
-    loopback(PROGRAM.mesh, work)
 
 
 def test_the_loss_of_a_step_is_a_number_as_any() -> None:
@@ -327,30 +324,27 @@ def test_a_home_folder_is_that_of_the_user(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(PROGRAM, MODEL, mesh=mesh)
+    @on_engines(PROGRAM, MODEL)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         engine.save("~/saved")
         engine.load("~/saved")
         engine.save("~/saved")
         engine.export("~/out/w.safetensors")
         Engine(PROGRAM, MODEL, weights="~/out/w.safetensors", mesh=mesh)
 
-    loopback(PROGRAM.mesh, work)
     assert {p.name for p in tmp_path.iterdir()} == {"saved", "out"}
     run = _settings(Run(save="~/a", log="~/b"))
     assert (run.save, run.log) == (str(tmp_path / "a"), str(tmp_path / "b"))
 
 
 def test_methods_of_other_trainers_are_named() -> None:
-    def work(mesh: LoopbackMesh) -> None:
-        engine: Any = Engine(PROGRAM, MODEL, mesh=mesh)
+    @on_engines(PROGRAM, MODEL)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         with pytest.raises(AttributeError, match=r"no 'train': step\(batch\) trains, evaluate\(batch\) evaluates"):
             engine.train()
         with pytest.raises(AttributeError, match=r"no 'cuda': ranks choose their devices"):
             engine.cuda()
         assert not hasattr(engine, "weights")
-
-    loopback(PROGRAM.mesh, work)
 
 
 class Modes(nn.Module):
@@ -368,8 +362,8 @@ def test_a_text_of_a_call_stays_what_it_was(tmp_path: Any) -> None:
     program = shardc.load(tmp_path / "out")
     assert program.baked == ((("mode",), "sum"),)
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, model, mesh=mesh)
+    @on_modules(program, model)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         module(**module.local(batch), scale=1.0)  # the default: as if it was left out
         said = r"mode: the batch gives 'mean', but the program was compiled with 'sum' in its place"
         with pytest.raises(ShardcError, match=said):
@@ -380,8 +374,6 @@ def test_a_text_of_a_call_stays_what_it_was(tmp_path: Any) -> None:
             engine.step({**batch, "mode": "mean"})
         with pytest.raises(ShardcError, match=r"scale: the program was compiled without this argument, 2\.0"):
             engine.step({**batch, "scale": 2.0})
-
-    loopback(program.mesh, work)
 
 
 def test_a_number_of_the_batch_stays_what_it_was_in_an_artifact(tmp_path: Any) -> None:
@@ -435,14 +427,12 @@ def test_nothing_to_train_is_said() -> None:
 
 
 def test_what_a_wrapped_module_would_have_is_named() -> None:
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(PROGRAM, MODEL, mesh=mesh)
+    @on_modules(PROGRAM, MODEL)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         with pytest.raises(AttributeError, match=r"has no 'no_sync': .* they add up in .grad as on one device"):
             module.no_sync()
         with pytest.raises(AttributeError, match="object has no attribute 'other'"):
             _ = module.other
-
-    loopback(PROGRAM.mesh, work)
 
 
 def test_what_one_looks_for_first_is_named() -> None:

@@ -19,26 +19,16 @@ from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
+from tests.runtime.step.small import BATCH, NORMED, NormedNet, on_modules
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.down(self.norm(self.up(x))) - x).square().mean()
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    made = Net()
+def net() -> NormedNet:
+    made = copy.deepcopy(NORMED)
     made.down.bias.requires_grad_(False)
     return made
 
 
 MODEL = net()
-BATCH = {"x": torch.randn(8, 8)}
 MESHES: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 2}},
     "tp": {"mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}},
@@ -126,14 +116,11 @@ def test_it_is_as_on_one_device_or_refused(change: Callable[[Any], None], what: 
 
 
 def test_a_wrapper_that_sums_again_is_refused() -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, **MESHES["dp"]}, prove=False)
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, MODEL, mesh=mesh)
+    @on_modules(shardc.compile(net(), BATCH, {"shardc": 1, **MESHES["dp"]}, prove=False), MODEL)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match="DistributedDataParallel would sum gradients that are summed already"):
             hasattr(module, "_ddp_params_and_buffers_to_ignore")
 
-    loopback(program.mesh, work)
     assert "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel.__init__)
 
 
@@ -285,10 +272,9 @@ def test_parts_that_were_in_eval_mode_stay_so(tmp_path: Path) -> None:
     assert shardc.load(tmp_path / "out").still == program.still
     plain = frozen()
     losses = [plain(**BATCH).item()] * 2
-    models = iter([frozen(), frozen()])  # ranks are threads, and the seed is the process's
 
-    def work(mesh: LoopbackMesh) -> None:
-        module: Any = ShardedModule(program, next(models), mesh=mesh)
+    @on_modules(program, frozen())
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         found = [module(**module.local(BATCH)).item()]
         module.train()
         with pytest.raises(ShardcError, match=r"in training mode now(.|\n)*module.enc.eval\(\) after module.train"):
@@ -309,8 +295,6 @@ def test_parts_that_were_in_eval_mode_stay_so(tmp_path: Path) -> None:
         module.drop.eval()
         with pytest.raises(ShardcError, match=r"head: this submodule is in eval mode and the module in training mode"):
             module(**module.local(BATCH))
-
-    loopback(program.mesh, work)
 
 
 def test_an_engine_is_not_given_a_model_with_another_part_frozen() -> None:
