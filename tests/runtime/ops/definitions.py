@@ -148,8 +148,9 @@ def arguments(row: Conversion, old: Placement, new: Placement) -> tuple[Any, ...
 
 def messages(row: Conversion, x: Tensor, old: Placement, new: Placement, n: int) -> list[CommRecord]:
     """What the op sends, and its transpose, where they send anything: the value with its padding."""
-    padded = next((s for s in (old, new) if isinstance(s, Shard) and s.padding), None)
-    size = (widen(x, padded) if padded else x).nbytes
+    for s in (old, new):
+        x = widen(x, s) if isinstance(s, Shard) else x
+    size = x.nbytes
     ways = zip(row.collectives(gradient=True), ("forward", "backward"), strict=True)
     return [CommRecord(k, ("a",), size // n if k == "all_to_all" else size, way, "node") for k, way in ways]
 

@@ -74,16 +74,13 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "another dtype": (
         lambda m: m.half()(**m.local(BATCH)),
-        r"up.weight: the module's parameter, or its memory, was replaced(.|\n)*`precision`",
+        r"up.weight: the module's parameter, or its memory, was replaced: the program still uses the old one "
+        r"\(4 such\)\n  fix: [^\n]*`precision`[^\n]*$",
     ),
     "another number": (
         lambda m: m(**(m.local(BATCH) | {"strength": 3.0})),
         r"strength: the batch gives the number 3.0, but the program was compiled with 2.0 there\n"
         r"  fix: pass it as a tensor, also to compile: torch.tensor\(3.0\)",
-    ),
-    "another dtype, told once": (
-        lambda m: m.half()(**m.local(BATCH)),
-        r"was replaced: the program still uses the old one \(4 such\)\n  fix: [^\n]*$",
     ),
     "torch.compile": (
         lambda m: torch.compile(m, backend="eager"),
@@ -217,10 +214,6 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
         lambda mesh: PROGRAM.module(MODEL, mesh=mesh, brodcast=True),
         r"program.module\(brodcast=...\): there is no such option\n  fix: did you mean 'broadcast'",
     ),
-    "an input of an encoder that trains": (
-        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": nn.Linear(8, 8)(BATCH["x"])}),
-        r"x: it depends on other parameters, which would get no gradient(.|\n)*or include the earlier computation",
-    ),
     "another number": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "strength": 1.0}),
         "strength: the batch gives the number 1.0",
@@ -228,10 +221,6 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "a batch without data": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": BATCH["x"].to("meta")}),  # type: ignore[attr-defined]
         r"x: f32\[8, 8\] is on the device 'meta', so it has no numbers\n  fix: pass a tensor with data",
-    ),
-    "backward of what a step returns": (
-        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH).backward(),
-        r"loss.backward\(\): the engine has already run backward(.|\n)*remove .backward\(\)",
     ),
     "a call": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh)(BATCH),
@@ -245,10 +234,6 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "a state_dict in a dict": (
         lambda mesh: Engine(PROGRAM, {"net": MODEL.state_dict(), "epoch": 3}, mesh=mesh),
         r"the weights are a state_dict under the key 'net'\n  fix: pass that one: state_dict\['net'\]",
-    ),
-    "weights in a dict": (
-        lambda mesh: Engine(PROGRAM, MODEL, weights={"net": MODEL.state_dict()}, mesh=mesh),
-        r"the weights are a state_dict under the key 'net'",
     ),
     "a seed as text": (
         lambda mesh: PROGRAM.verify(seed="a"),  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.checks.tensor_parts import ParameterPart, TensorPart
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -183,12 +182,6 @@ def test_what_is_the_same_for_a_part_works(spec: str) -> None:
             for p, q in zip(module.parameters(), averages, strict=True):
                 p.copy_(q)
         torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()))
-
-
-def test_whole_parameters_are_plain() -> None:
-    @on_modules(shardc.compile(copy.deepcopy(NORMED), BATCH, {"shardc": 1, "mesh": {"dp": 2}}))
-    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
-        assert {type(p) for p in module.parameters()} == {nn.Parameter}
 
 
 def test_an_engines_parameters_know_it_when_they_are_asked_for() -> None:

@@ -19,7 +19,7 @@ from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-from tests.runtime.step.small import BATCH, NORMED, NormedNet, on_modules
+from tests.runtime.step.small import BATCH, NORMED, NormedNet, of, on_modules
 
 
 def net() -> NormedNet:
@@ -29,6 +29,7 @@ def net() -> NormedNet:
 
 
 MODEL = net()
+ONE = of({"mesh": {"dp": 1}}, MODEL)
 MESHES: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 2}},
     "tp": {"mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}},
@@ -150,39 +151,34 @@ TAKERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.filterwarnings("ignore")  # torch's of what it will drop
 @pytest.mark.parametrize("taker", TAKERS)
 def test_what_would_take_one_ranks_part_for_the_model_is_refused_in_its_own_name(taker: str) -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     take, what = TAKERS[taker]
 
     def work(mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match=what):
-            take(ShardedModule(program, MODEL, mesh=mesh))
+            take(ShardedModule(ONE, MODEL, mesh=mesh))
 
-    loopback(program.mesh, work)
+    loopback(ONE.mesh, work)
 
 
 def test_all_that_a_module_has_can_be_looked_at() -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
-    (names,) = loopback(
-        program.mesh, lambda m: [n for n, _ in inspect.getmembers(ShardedModule(program, MODEL, mesh=m))]
-    )
+    (names,) = loopback(ONE.mesh, lambda m: [n for n, _ in inspect.getmembers(ShardedModule(ONE, MODEL, mesh=m))])
     assert {"clip_grad_norm_", "compile", "up", "forward"} <= {*names}
 
 
 def test_an_engine_notices_what_was_frozen_since() -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     other = net()
     other.up.weight.requires_grad_(False)
 
     def work(mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match=r"up.weight.requires_grad: was trained when the model was compiled"):
-            Engine(program, other, mesh=mesh)
-        engine = Engine(program, net(), mesh=mesh)
+            Engine(ONE, other, mesh=mesh)
+        engine = Engine(ONE, net(), mesh=mesh)
         release_here = next(p for p in engine.params.values() if not p.requires_grad)
         release_here.requires_grad_(True)
         with pytest.raises(ShardcError, match=r"down.bias.requires_grad: was frozen when the model was compiled"):
             engine.step(BATCH)
 
-    loopback(program.mesh, work)
+    loopback(ONE.mesh, work)
 
 
 @pytest.mark.parametrize(
@@ -202,20 +198,18 @@ def test_an_engine_notices_what_was_frozen_since() -> None:
     ],
 )
 def test_options_that_would_train_otherwise_than_meant(options: dict[str, Any], what: str) -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     with pytest.raises(ShardcError, match=what):
-        loopback(program.mesh, lambda mesh: Engine(program, net(), mesh=mesh, **options))
+        loopback(ONE.mesh, lambda mesh: Engine(ONE, net(), mesh=mesh, **options))
 
 
 def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
     """It can be saved, and the run goes on from there."""
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
 
     def work(mesh: LoopbackMesh) -> None:
         def scheduler(optimizer: Any) -> Any:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 1.0, 1.0][step])
 
-        engine = Engine(program, net(), scheduler=scheduler, mesh=mesh)
+        engine = Engine(ONE, net(), scheduler=scheduler, mesh=mesh)
         engine.step(BATCH)
         engine.step(BATCH)
         with pytest.raises(IndexError):
@@ -223,7 +217,7 @@ def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
         assert engine.consistent
         assert engine.step_count == 3
 
-    loopback(program.mesh, work)
+    loopback(ONE.mesh, work)
 
 
 @pytest.mark.parametrize("mesh", ["tp", "zero 3"])

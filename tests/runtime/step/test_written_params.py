@@ -122,6 +122,8 @@ def test_an_engine_has_parameters_by_the_models_names() -> None:
         assert engine.params.get("nothing") is None
         with pytest.raises(KeyError):
             engine.params["nothing"]
+        with pytest.raises(ShardcError, match="an engine's parameters cannot be replaced"):
+            engine.params["up.bias"] = nn.Parameter(torch.zeros(8))
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["torch's", "transformers'"])
