@@ -1,6 +1,6 @@
 """What a loop of one's own around `program.module` pays for being compared over ranks: two gloo processes, dp=2.
 
-    python tests/bench/loop_checks.py                  prints the table of docs/measured/benchmarks.md
+    python tests/bench/loop_checks.py                  prints the figures of docs/measured/faults.md
 
 Three ways of the same loop on the same module, in turn, a few steps each, so that what else the machine does falls on
 all alike: everything compared; without what the loop did between two forwards (shardc/runtime/checks/loop_watch.py);
