@@ -226,12 +226,7 @@ class _Recorded(Interpreter):
         def is_run(m: int) -> bool:
             return m < self.microbatches - 1 or m == last
 
-        run = _Run(
-            self,
-            values,
-            [x for a in self.actions for x in a.among(is_run)],
-            training,
-        )
+        run = _Run(self, values, [x for a in self.actions for x in a.among(is_run)], training)
         run.run_all()
         self.performed = run.performed
         self.begin("sums")
@@ -239,13 +234,8 @@ class _Recorded(Interpreter):
 
     def begin(self, name: str) -> Part:
         """Start the next part of the step."""
-        self._close()
         self.ledger.op = ""
         return self.ledger.begin(name)
-
-    def _close(self) -> None:
-        self.ledger.parts[-1].sent = tuple(self.mesh.records)
-        self.mesh.records.clear()
 
 
 class _Run(Run):

@@ -26,11 +26,6 @@ def format_of(dtype: str) -> str:
     return NARROW.get(dtype, dtype)
 
 
-def own_rates(op: Op) -> str:
-    """Return the key of an op in its dtype in a device's `ops`."""
-    return op.name if op.dtype in ("", "float32") else f"{op.name} {op.dtype}"
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -219,7 +214,8 @@ class Device(_Section):
 
     def _op_rate(self, op: Op, what: Literal["launch", "bandwidth", "flops"]) -> float | None:
         """Return a rate from `ops` for the op in its dtype, or else for the op; None if there is none."""
-        for key in dict.fromkeys((own_rates(op), op.name)) if self.ops else ():
+        keys = (op.name,) if op.dtype in ("", "float32") else (f"{op.name} {op.dtype}", op.name)
+        for key in keys if self.ops else ():
             if key in self.ops and (rate := getattr(self.ops[key], what)) is not None:
                 return float(rate)
         return None
