@@ -12,6 +12,7 @@ them in its own table, in 0.1 ms; an entry here takes a fifth of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,15 +35,10 @@ class KnownOps:
 
     def __init__(self) -> None:
         self._of: dict[Any, tuple[type | None, list[_Make], Any]] = {}
-        self._cacheable: dict[Any, bool] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Return (a value that is equal for calls with equal results, the call's tensors); None for others."""
-        fit = self._cacheable.get(func)
-        if fit is None:
-            builtin = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-            fit = self._cacheable[func] = builtin and not any(tag in func.tags for tag in _UNKNOWN)
-        if not fit:
+        if not _cacheable(func):
             return None
         parts: list[Any] = [func]
         tensors: list[Tensor] = []
@@ -71,6 +67,12 @@ class KnownOps:
         makers = [_maker(x, tensors) for x in ((result,) if several is None else result)]
         if several in (None, tuple, list) and all(makers):
             self._of[key] = several, [m for m in makers if m is not None], more
+
+
+@cache
+def _cacheable(func: Any) -> bool:
+    builtin = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+    return builtin and not any(tag in func.tags for tag in _UNKNOWN)
 
 
 def _collect(values: Sequence[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
