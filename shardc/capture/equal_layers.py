@@ -73,27 +73,17 @@ def _attributes(m: nn.Module) -> dict[str, Any]:
     return attributes
 
 
-def _alike(a: _Layer, b: _Layer) -> bool:
-    """Return whether two layers have the same structure: at most values of their attributes differ."""
-    if len(a.modules) != len(b.modules):
-        return False
-    twins = {id(x): y for x, y in zip(a.modules, b.modules, strict=True)}
-    for x, y in zip(a.modules, b.modules, strict=True):
-        one, other = _attributes(x), _attributes(y)
-        if type(x) is not type(y) or one.keys() != other.keys() or one["training"] != other["training"]:
-            return False
-        if any(list(one[table]) != list(other[table]) for table in ("_parameters", "_buffers", "_modules")):
-            return False
-        children = zip(one["_modules"].values(), other["_modules"].values(), strict=True)
-        if any(twins.get(id(m)) is not n for m, n in children if m is not None):
-            return False
-        tensors = ((one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table])
-        if any(_type(x) != _type(y) for x, y in tensors):
-            return False
-        if one["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
-            return False
-    ties, others = (_places(x.tensors(), x.tensors()) for x in (a, b))
-    return ties == others
+def _structure(layer: _Layer) -> Any:
+    """Return a key that is equal for layers that differ at most in values of their attributes."""
+    number = {id(m): i for i, m in enumerate(layer.modules)}
+    modules = []
+    for m in layer.modules:
+        own = _attributes(m)
+        tensors = [(name, _type(x)) for table in ("_parameters", "_buffers") for name, x in own[table].items()]
+        children = [(name, number.get(id(x))) for name, x in own["_modules"].items()]
+        unsaved = own["_non_persistent_buffers_set"]
+        modules.append((type(m), frozenset(own), own["training"], tuple(tensors), tuple(children), frozenset(unsaved)))
+    return tuple(modules), tuple(_places(layer.tensors(), layer.tensors()))
 
 
 def _type(x: Tensor | None) -> tuple[Any, ...]:
@@ -346,16 +336,13 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
     """Yield the layers that have at least one of the same structure in their list: children with numbers as names."""
     seen: set[int] = set()
     for path, parent in model.named_modules():
-        kinds: list[list[_Layer]] = []
+        kinds: dict[Any, list[_Layer]] = {}
         for number, module in parent.named_children():
-            if not number.isdigit() or id(module) in seen:
-                continue
-            seen.add(id(module))
-            layer = _Layer(module, f"{path}.{number}".lstrip("."), list(module.modules()))
-            kind = next((k for k in kinds if _alike(k[0], layer)), None)
-            if kind is None:
-                kinds.append([layer])
-            else:
+            if number.isdigit() and id(module) not in seen:
+                seen.add(id(module))
+                layer = _Layer(module, f"{path}.{number}".lstrip("."), list(module.modules()))
+                kinds.setdefault(_structure(layer), []).append(layer)
+        for kind in kinds.values():
+            for layer in kind[1:]:
                 layer.firsts = kind[0].firsts
-                kind.append(layer)
-        yield from (layer for kind in kinds if len(kind) > 1 for layer in kind)
+        yield from (layer for kind in kinds.values() if len(kind) > 1 for layer in kind)
