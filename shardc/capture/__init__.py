@@ -14,7 +14,7 @@ The model is captured in the mode it is in: put it in train mode first. It may b
 constants               values that are known while a model is traced
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
 masked_rows             rows selected by a mask, in a fixed size; expert_loops turns loops over experts into one op
-equal_layers            equal layers are traced once; layer_copies: the others are copied in the graph
+equal_layers            equal layers are traced once; the others are copied in the graph
 rewrite                 rewrites of the exported graph
 side_effects            what forward depends on and must not change
 """
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects, transformers
 from shardc.capture.batch import Leaves, keys_of_loss, with_plain_dicts
+from shardc.capture.equal_layers import UnlikeError
 from shardc.capture.export import export
-from shardc.capture.layer_copies import UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, check_loss, values_of_batch
 from shardc.capture.loss import default_loss as default_loss

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardc.capture import equal_layers, layer_copies, patches, refusals, side_effects, transformers
+from shardc.capture import equal_layers, patches, refusals, side_effects, transformers
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch import Leaves, arguments, check_call
 from shardc.capture.constants import FRESH
@@ -88,7 +88,6 @@ def export(
         patches.export_patches(wrapper.side),
         flex_attention.as_ops(),
         known_values(model, sizes=fold is None, rows=rows) as reads,
-        patches.traceable(),
         patches.faked(wrapper) as mode,
         replaced_engine(inner_autograd.recorded),
         traced_with(source.trace_of_call),
@@ -117,7 +116,7 @@ def export(
         cut = inline_regions.inline_regions(gm)
         drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
-        layer_copies.unfold(model, exported, folding.calls if folding else (), cut)
+        equal_layers.unfold(model, exported, folding.calls if folding else (), cut)
         if not transformed:
             _check(gm.graph, leaves.named(reads.inputs))
         signature = exported.graph_signature

@@ -226,7 +226,7 @@ def _can_write(x: fx.Node, writer: fx.Node, family: list[fx.Node], order: Mappin
     """Return whether a write to the view `x` can be put back into its base and all later-read views."""
     node: fx.Node | None = x
     while node is not None and (parent := _aliased(node)) is not None:
-        if not mutates(node) and node.target not in _PARTS and node.target not in _SAME_ORDER:
+        if not mutates(node) and node.target not in {*_PARTS, *_SAME_ORDER} and _transposed(node) is None:
             return False
         node = parent
     return all(
@@ -287,6 +287,8 @@ def _replaced(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callable[..., 
         return _replaced_complex(view, whole, part, call)
     if view.target in _PARTS:
         return call(_PARTS[view.target], whole, part, *view.args[1:], **view.kwargs, val=val)
+    if (order := _transposed(view)) is not None:
+        return call(aten.permute.default, part, [order.index(d) for d in range(len(order))], val=val)
     return call(aten.reshape.default, part, list(val.shape), val=val)
 
 
@@ -306,6 +308,21 @@ def _replaced_complex(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callab
         pairs = call(aten.transpose.int, pairs, -2, -1, val=pairs.meta["val"].transpose(-2, -1))
     put = call(_PARTS[view.target], real, pairs, *rest, val=real.meta["val"])
     return call(aten.view_as_complex.default, put, val=val)
+
+
+def _transposed(view: fx.Node) -> list[int] | None:
+    """Return the order in which a transposing view has its dims; None for other views."""
+    n = view.meta["val"].dim() if isinstance(view.meta.get("val"), torch.Tensor) else 0
+    order = list(range(n))
+    if view.target is aten.permute.default:
+        return [int(d) % n for d in view.args[1]]  # type: ignore[union-attr, arg-type]
+    if view.target in (aten.t.default, aten.transpose.int, aten.numpy_T.default, aten.mT.default):
+        a, b = view.args[1:3] if view.target is aten.transpose.int else (0, 1) if n == 2 else (None, None)
+        if a is None or b is None:
+            return order if n < 2 else None
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        return order
+    return None
 
 
 def _certain(node: fx.Node) -> bool:
