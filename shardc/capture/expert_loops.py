@@ -148,8 +148,8 @@ class _Writer:
         down = self._joined([down_weight], 1)
         if down_transposed != transposed:
             down = self.emit(aten.transpose.int, down, 1, 2)
-        down_bias = None if down_bias is None else self._joined([down_bias], 1)
-        return x, up, down, up_bias, down_bias, text, transposed
+        biases = up_bias, None if down_bias is None else self._joined([down_bias], 1)
+        return x, up, down, *biases, text, transposed
 
     def _joined(self, stacks: list[Any], dim: int) -> fx.Node:
         nodes = [s.nodes[0] if len(s.nodes) == 1 else self.emit(aten.stack.default, list(s.nodes)) for s in stacks]
@@ -179,7 +179,7 @@ class _Writer:
             numbers = index = emit.reshape(leaf, (t, k))
         elif to is None:
             chosen = emit(aten.stack.default, [emit.reshape(m, (n,)) for m in trial.masks], 1)  # [n, experts]
-            if all(bool((c.sum(0) <= 1).all()) for c in trial.chosen):  # masks exclude each other
+            if all(bool((c.sum(0) <= 1).all()) for _, c in trial.tries):  # masks exclude each other
                 numbers = emit(aten._to_copy.default, chosen, dtype=torch.int64)
                 numbers = emit.reshape(emit(aten.argmax.default, numbers, 1), (n, 1))
             elif (covering := trial.covering(n)) is not None:
@@ -221,15 +221,13 @@ class _Trial:
     def __init__(self, masks: tuple[fx.Node, ...]) -> None:
         self.masks = masks
         self.drawn = leaves(masks)
-        self.known: list[dict[fx.Node, Any]] = []
-        self.chosen: list[Tensor] = []  # [experts, n]
+        self.tries: list[tuple[dict[fx.Node, Any], Tensor]] = []  # drawn values, and the masks [experts, n]
         for _, known in zip(range(3), draws(self.drawn, len(masks)), strict=False):
             try:
                 results = run(masks, known)
             except (RuntimeError, IndexError, KeyError) as e:
                 raise StaysLoop("its masks cannot be evaluated") from e
-            self.known.append(known)
-            self.chosen.append(torch.stack([m.reshape(-1).bool() for m in results]))
+            self.tries.append((known, torch.stack([m.reshape(-1).bool() for m in results])))
 
     def _chosen_by(self, leaf: fx.Node, known: dict[fx.Node, Any], n: int) -> Tensor:
         """Return bool [experts, n, k]: whether a leaf's number is an expert's."""
@@ -245,16 +243,14 @@ class _Trial:
         """Return the leaf that contains, in this order of the masks' rows, the number of the true mask."""
         n = order.numel()
         for leaf in (m for m in self._numbers(n) if numel(m) == n):
-            pairs = zip(self.known, self.chosen, strict=True)
-            if all(torch.equal(self._chosen_by(leaf, k, n)[..., 0], c[:, order.reshape(-1)]) for k, c in pairs):
+            if all(torch.equal(self._chosen_by(leaf, k, n)[..., 0], c[:, order.reshape(-1)]) for k, c in self.tries):
                 return leaf
         return None
 
     def covering(self, n: int) -> fx.Node | None:
         """Return numbers of experts [n, k], without repeats, that include all whose mask is true."""
         for leaf in self._numbers(n):
-            pairs = zip(self.known, self.chosen, strict=True)
-            more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in pairs)
+            more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in self.tries)
             if not more and unrepeated(leaf) and shape(leaf)[-1] == numel(leaf) // n:
                 return leaf
         return None
