@@ -49,8 +49,14 @@ def remove_inplace(
 
     def flows(x: fx.Node) -> bool:
         """Return whether a gradient flows through a value, in a graph without the in-place ops before it."""
-        smooth = types.behind([x], lambda n: n not in cut and not types.cuts(n.target))
-        return not smooth.isdisjoint(params)
+        todo, seen = [x], set[fx.Node]()
+        while todo:
+            if (node := todo.pop()) in params:
+                return True
+            if node not in seen and node not in cut and not types.cuts(node.target):
+                seen.add(node)
+                todo += node.all_input_nodes
+        return False
 
     order = {node: i for i, node in enumerate(graph.nodes)}
     root, family = families(graph)
