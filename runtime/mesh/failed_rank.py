@@ -20,13 +20,19 @@ from typing import Any
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import PEER_GONE
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
 
 #: Seconds for all ranks to report an error that all have; seconds for a disconnected rank to find the cause.
 OWN, CAUSE = 3.0, 10.0
-_GONE = (*PEER_GONE, "nccl error")
+_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",
+    "connection refused",
+    "nccl error",
+)
 _LATE = ("timed out waiting", "watchdog caught collective operation timeout")
 
 

@@ -20,7 +20,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -35,27 +34,21 @@ from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import NAMED, Watch, World, print_line
 
 
-@dataclass
 class Presence:
-    """This process in its world. processes, watch: None if a thread cannot use the store separately."""
+    """This process in its world: it announces this rank, and watches.
 
-    store: Any
-    rank: int
-    world: int
-    activity: Activity
-    processes: Processes | None
-    watch: Watch | None
+    named: seconds, of Watch; 0: never. .processes, .watch: None if a thread cannot use the store separately.
+    """
 
-    @staticmethod
-    def of(store: Any, rank: int, world: int, *, named: float) -> Presence:
-        """Announce this rank, and watch. named: seconds, of Watch; 0: never."""
-        activity, processes, watch = Activity(), None, None
+    def __init__(self, store: Any, rank: int, world: int, *, named: float) -> None:
+        self.store, self.rank, self.world, self.activity = store, rank, world, Activity()
+        self.processes: Processes | None = None
+        self.watch: Watch | None = None
         if can_watch(store):
-            processes = Processes(store.clone(), rank, world)  # the main thread may hold the store while it waits
-            activity.noted.append(processes.note)
+            self.processes = Processes(store.clone(), rank, world)  # the main thread may hold the store while it waits
+            self.activity.note = self.processes.note
             if named and world > 1:
-                watch = Watch(World(world), rank, activity, store, processes, named=named, met=False)
-        return Presence(store, rank, world, activity, processes, watch)
+                self.watch = Watch(World(world), rank, self.activity, store, self.processes, named=named, met=False)
 
 
 _begun: list[Presence] = []
@@ -95,7 +88,7 @@ def _new(timeout: timedelta, named: float) -> Presence:
         store, rank, world, joined = _connected(timeout)
         # a process that joins again after `close` keeps its store, and needs new keys
         store = dist.PrefixStore(f"join{next(joined)}", store)  # type: ignore[attr-defined]
-        return Presence.of(store, rank, world, named=named)
+        return Presence(store, rank, world, named=named)
 
 
 #: By place: what `world_store` returns there, and how often this process has joined a world there.
@@ -118,7 +111,6 @@ def _connected(timeout: timedelta) -> tuple[Any, int, int, Iterator[int]]:
         store, rank, world = _new_store(timeout)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"shardc/start{restarts}", store)  # type: ignore[attr-defined]
-        store.add("connected", 1)  # ranks, which shardc.cli.same_error_once waits for
         _stores[place] = store, rank, world, itertools.count()
     return _stores[place]
 

@@ -95,9 +95,9 @@ class TorchMesh(RankMesh):
                 _enter(present.store, present.rank, present.world, own_device, timeout)
             self.owner = True
         elif dist.is_initialized():
-            present = Presence.of(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
+            present = Presence(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
         else:
-            present = Presence.of(None, 0, 1, named=0)
+            present = Presence(None, 0, 1, named=0)
         rank = present.rank
         _check_world(layout, present.world)
         super().__init__(layout, rank, own_device, record)

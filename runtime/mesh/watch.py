@@ -9,9 +9,9 @@ answered, or is not waiting:
     rank 2   step 5 ── model.py:22 ........ answers: model.py:22, in forward      (or nothing, if it is stopped)
 
 A rank that is slow, or has not come yet, is named, and waited for, until torch.distributed's time limit. One that is
-stopped on the same machine is killed, and one that has ended there ends the others. One that came and does not answer
-is stopped elsewhere, or its machine is gone: the others end after a while, as with NCCL's watchdog, but they report
-which rank they waited for. Without trouble the only traffic is a look into the store every few seconds.
+stopped on the same machine is killed, and one that has ended there ends the others. One that came and
+does not answer is stopped elsewhere, or its machine is gone: the others end after a while, as with NCCL's watchdog, but
+they report which rank they waited for. Without trouble the only traffic is a look into the store every few seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import GAVE_UP
@@ -35,9 +35,8 @@ from shardc.runtime.mesh.processes import KILLED, Processes
 
 #: Default seconds after which the rank that the others wait for is named; after this many times that, they end if it
 #: does not answer.
-NAMED, ENDED = 8.0, 6
-#: Keys of the store: set while a reported rank does not answer; why all ranks end.
-_SILENT, _OVER = "shardc/watch/silent", "shardc/watch/over"
+NAMED, ENDED = 8.0, 8
+_OVER = "shardc/watch/over"  # key of the store: why all ranks end
 _SHOWN = 8  # ranks that a message lists
 #: Reasons why a rank does not answer.
 STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
@@ -47,20 +46,16 @@ _WAITED = "while the others waited for it"  # where a killed rank was, if that i
 _PLURAL = {"does": "do", "has": "have", "was": "were"}
 
 
-@dataclass
-class _Question:
+class _Question(NamedTuple):
     """The question of the rank that asked first.
 
-    number: of the question; asked: when; count: of the rank's activity then; since: when it began to wait; reported:
-    whether a missing answer was reported; absent: when some rank had not come yet.
+    number: of the question; asked: when; done: the count of the rank's activity then; since: when it began to wait.
     """
 
     number: int
     asked: float
-    count: int
+    done: int
     since: float
-    reported: bool = False
-    absent: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ class Watch:
         self._stop = threading.Event()
         self.record: Callable[[], object] | None = None
         self._round = 0  # number of questions so far
-        self._first_ended: tuple[dict[int, str], float] | None = None  # first ranks that ended before all met, and when
+        self._first_ended: tuple[str, float] | None = None  # which ranks ended before all met, and when
         self._question: _Question | None = None
         self._thread = threading.Thread(target=self._run, name="shardc-watch", daemon=True)
         self._thread.start()
@@ -146,9 +141,8 @@ class Watch:
                 count, since, patience = self._activity.count, now, self._named / 2
             elif now - since >= patience:
                 patience *= 4  # name a slow rank less and less often
-                if not self._store.check([_SILENT]):
-                    self._ask(now, since)
-                    looked = 0.0
+                self._ask(now, since)
+                looked = 0.0
             # until all have met, check often: the first rank to end is known only for a moment
             due = now - looked >= (self._look if self._met else max(self._named / 40, self._layout.world / 1000))
             if self._processes is not None and not self._met and (due or self._processes.known()):
@@ -162,10 +156,9 @@ class Watch:
         """End this rank if another has ended: ranks that wait in native code ignore the launcher's signal."""
         assert self._processes is not None
         if self._first_ended is None and (ended := self._processes.ended(_WAITED)):
-            self._first_ended = ended, now
+            self._first_ended = verdict(self._layout, {}, 0.0, ended), now
         elif self._first_ended is not None and now - self._first_ended[1] > self._named / 4 and activity.waits():
-            silent, since = self._first_ended
-            self._end_all(verdict(self._layout, {}, now - since, silent))
+            self._end_all(self._first_ended[0])
 
     def _ask(self, now: float, since: float) -> None:
         if self._store.add(f"{self._key(self._round)}/asked", 1) == 1:
@@ -186,39 +179,28 @@ class Watch:
         question = self._question
         if question is None or now - question.asked < self._look + self._named / 5:
             return
+        self._question = None
         answers, seconds = self._answers(question.number), now - question.since
         if len(answers) == self._layout.world:
-            self._question = None
-            if question.reported:
-                self.say("all ranks answer now")
-                self._store.delete_key(_SILENT)
             # else the wait is over: all were slow, on a busy machine; or one compiles for all
-            elif self._activity.count == question.count and (
-                self._met or question.asked - question.since > self._named
-            ):
+            if self._activity.count == question.done and (self._met or question.asked - question.since > self._named):
                 self.say(verdict(self._layout, answers, seconds))
             return
         silent = self._silent(answers)
-        if ABSENT in silent.values():
-            question.absent = now  # a rank that arrives now has not answered yet, but is there
         why, ranks = _first(silent)
         text = verdict(self._layout, answers, seconds, silent)
         if why == STOPPED:
             assert self._processes is not None
             for rank in ranks:
                 self._processes.end(rank)
-            self._question = None
-            if self._met:
-                self.say(f"{text}; ended now")  # the others notice by their connections
-            else:
-                self._end_all(text)
-        elif why.startswith(KILLED) or (why == SILENT and now - max(question.since, question.absent) >= self._ended):
+        if why == STOPPED and self._met:
+            self.say(f"{text}; ended now")  # the others notice by their connections
+        elif why == ABSENT:
+            self.say(text)
+        elif why == SILENT and seconds < self._ended:
+            self.say(f"{text}; unless it answers, the run ends in {self._ended - seconds:.0f} s")
+        else:
             self._end_all(text)
-        elif not question.reported:
-            question.reported = True
-            self._store.set(_SILENT, "")
-            ends = f"; unless it answers, the run ends in {self._ended - seconds:.0f} s"
-            self.say(text + (ends if why == SILENT else ""))
 
     def _silent(self, answers: Collection[int]) -> dict[int, str]:
         """Return {rank: why it does not answer}, as far as that is known."""
@@ -240,7 +222,7 @@ class Watch:
 
     def _end(self, text: str) -> None:
         """End this process: its main thread waits in native code for a rank that is gone."""
-        if self._question is not None or activity.waits():
+        if activity.waits():
             print_line(f"{text}; this rank has ended")
             if self._rank == 0:
                 time.sleep(2 * self._look)  # this process may host the store, which the others have yet to read

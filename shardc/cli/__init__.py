@@ -14,7 +14,6 @@ checkpoint, export          list, verify and convert checkpoints; export weights
 device, rules, spec         show devices that programs are priced for, rules of ops, the format of specs
 options                     options of several commands; options of `run`, one for each key of the spec's section
 hidden_modules              refuses files with the name of a module that shardc imports
-same_error_once             prints an error once if all ranks have the same one
 """
 
 from __future__ import annotations

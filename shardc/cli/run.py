@@ -63,11 +63,11 @@ def command(
     resume = resume.expanduser() if resume else None
     options = given(settings)
     save, log = (Path(options[name]) if name in options else None for name in ("save", "log"))
-    with ranks(named, nproc, weights) as all_ranks:
+    with ranks(named, nproc, weights, options.get("watch")) as all_ranks:
         first = os.environ.get("RANK", "0") == "0"  # only rank 0 writes lines, on its machine
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(options)
-        program = all_ranks.program(watch=options.get("watch"), as_compiled=as_compiled)
+        program = all_ranks.program(as_compiled=as_compiled)
         run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and not run.auto_resume:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardc.api import load
-from shardc.cli.common import saved_in
+from shardc.cli.common import once, saved_in
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, training_data
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
@@ -28,15 +28,14 @@ from shardc.cli.ranks.step_lines import StepLines, header
 from shardc.cli.ranks.training_data import Batches
 from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, peak_memory
 from shardc.cli.ranks.user_frames import one_line, place, users_traceback
-from shardc.cli.same_error_once import for_this_rank
 from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
 from shardc.ir.units import size
 from shardc.report.cost import peak_place
 from shardc.runtime.checks.engine_options import check_trains
-from shardc.runtime.launch import GAVE_UP, report_failure
+from shardc.runtime.launch import GAVE_UP, record_errors
 from shardc.runtime.mesh import own_cores
-from shardc.runtime.mesh.failed_rank import RankFailedError
+from shardc.runtime.mesh.failed_rank import RankFailedError, cut_off
 from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
@@ -168,7 +167,9 @@ def main(file: str) -> None:
             _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
         where = place(e) or f"rank {os.environ.get('RANK', '0')}"
         error = {"where": where, "what": one_line(e), "fix": "correct the code that raises it"}
-        _fail(job, users_traceback(e, debug=job.debug), [error], 1)
+        if gave_up := isinstance(e, Exception) and cut_off(e):
+            time.sleep(FIRST_WORD)
+        _fail(job, users_traceback(e, debug=job.debug), [error], GAVE_UP if gave_up else 1)
     if int(os.environ.get("RANK", "0")) == 0:
         job.result.write_text(json.dumps(summary))
     if torch.distributed.is_initialized():
@@ -177,30 +178,29 @@ def main(file: str) -> None:
 
 
 def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
-    """Print an error, unless another rank prints the same one, and end the process."""
+    """Report an error, and end the process."""
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
-    text = for_this_rank(error.text()) if job.joined else error.text()
-    _fail(job, f"{text}\n", error.to_json(), status)
+    _fail(job, f"{error.text()}\n", error.to_json(), status)
 
 
 def _fail(job: Job, text: str, errors: list[dict[str, str]], status: int) -> NoReturn:
-    """Report a failure, and end the process at once. A rank of torchrun or Slurm removes its own run folder first."""
+    """Report a failure, and end the process at once. The first rank of torchrun or Slurm removes the run's folder."""
     _report(job, text, errors)
-    if job.joined:
+    if job.joined and os.environ.get("LOCAL_RANK", "0") == "0":
         shutil.rmtree(job.folder, ignore_errors=True)
     os._exit(status)
 
 
 def _report(job: Job, text: str, errors: list[dict[str, str]]) -> None:
-    """Report a failure to the launcher, which prints that of the rank that failed first.
-
-    Under torchrun or Slurm each rank prints its text, and with --json the first rank its errors.
-    """
-    if not job.joined and report_failure(text, errors):
-        return
-    print(text, end="", file=sys.stderr, flush=True)
-    if job.quiet and os.environ.get("RANK", "0") == "0" and sys.__stdout__ is not None:
+    """Print a failure, unless another rank did. With --json the launcher, or the first rank, prints its errors."""
+    report = functools.partial(print, text, end="", file=sys.stderr, flush=True)
+    if job.joined:
+        once(text, report)
+    else:
+        report()  # `launch` shows a line of several ranks once
+        record_errors(Path(job.folder), errors)
+    if job.joined and job.quiet and os.environ.get("RANK", "0") == "0" and sys.__stdout__ is not None:
         print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 
 

@@ -54,8 +54,8 @@ def trained(spec: str, work: Callable[[ShardedModule, int], Any], **options: Any
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        ({"lr": 0.2}, "the learning rate differs between rank 0.*0.1 on rank 0, 0.2 on rank 1"),
-        ({"momentum": 0.5}, "the setting of the optimizer differs between rank 0"),
+        ({"lr": 0.2}, "the learning rate differs between ranks 0.*0.1 on rank 0, 0.2 on rank 1"),
+        ({"momentum": 0.5}, "the setting of the optimizer differs between ranks 0"),
     ],
 )
 def test_another_setting_on_one_rank(spec: str, odd: dict[str, float], message: str) -> None:
