@@ -42,6 +42,7 @@ from shardc.cli import (
     spec,
     verify,
 )
+from shardc.cli.options import Command, option
 
 app = typer.Typer(
     name="shardc",
@@ -55,7 +56,7 @@ app = typer.Typer(
     ),
 )
 for module in (compile, inspect, verify, run, score, generate, export, plan, cost, rules, device, spec):
-    app.command(module.__name__.rpartition(".")[2])(module.command)
+    app.command(module.__name__.rpartition(".")[2], cls=Command)(module.command)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 
@@ -70,7 +71,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def shardc_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+        bool, option("print the version and exit", "--version", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
