@@ -62,24 +62,6 @@ class Failures:
 
     def of_another(self, error: Exception, doing: str, activity: Activity) -> RankFailedError:
         """Build the error of a rank whose connection another rank closed, or that waited for too long."""
-        causes = sorted(self.cause(doing).items())
-        if causes:
-            rank, report = causes[0]
-            fault = f"{self._layout.named(rank)} {report}"
-        elif _contains_any(error, _LATE):
-            fault = f"the time limit passed before another rank reached {activity.collective}, {activity}"
-        else:
-            fault = f"the connection to another rank broke in {doing}: its process was killed or hangs"
-        fix = "see the error of that rank; continue from the last checkpoint"
-        if "ended without an error" in fault:  # such as `if rank == 0: module.full_state_dict()`
-            fix = (
-                "see the error of that rank, and continue from the last checkpoint; if it has none, call this on every"
-                " rank, not only on some: all ranks run steps, saving and full_state_dict together"
-            )
-        return RankFailedError(fault, where=doing, fix=fix)
-
-    def cause(self, doing: str) -> dict[int, str]:
-        """Return {rank: what it did} of the failure that disconnected this rank; empty if unreported."""
         causes: dict[int, str] = {}
 
         def look() -> bool:
@@ -97,18 +79,31 @@ class Failures:
         with suppress(RuntimeError):  # the store went with the process that held it
             within(CAUSE, look)
         self.number += 1
-        return causes
+        if causes:
+            rank = min(causes)
+            fault = f"{self._layout.named(rank)} {causes[rank]}"
+        elif _contains_any(error, _LATE):
+            fault = f"the time limit passed before another rank reached {activity.collective}, {activity}"
+        else:
+            fault = f"the connection to another rank broke in {doing}: its process was killed or hangs"
+        fix = "see the error of that rank; continue from the last checkpoint"
+        if "ended without an error" in fault:  # such as `if rank == 0: module.full_state_dict()`
+            fix = (
+                "see the error of that rank, and continue from the last checkpoint; if it has none, call this on every"
+                " rank, not only on some: all ranks run steps, saving and full_state_dict together"
+            )
+        return RankFailedError(fault, where=doing, fix=fix)
 
     def _key(self, rank: int) -> str:
         return f"shardc/failure{self.number}/rank{rank}"
 
 
-def cut_off(error: Exception) -> bool:
+def cut_off(error: BaseException) -> bool:
     """Return whether it is the error of a rank whose peer has gone, or does not come."""
     return isinstance(error, RuntimeError) and _contains_any(error, _GONE + _LATE)
 
 
-def _contains_any(error: Exception, signs: tuple[str, ...]) -> bool:
+def _contains_any(error: BaseException, signs: tuple[str, ...]) -> bool:
     text = str(error).lower()
     return any(sign in text for sign in signs)
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -85,14 +84,19 @@ def take(timeout: timedelta, named: float) -> Presence:
 
 def _new(timeout: timedelta, named: float) -> Presence:
     with not_inherited():
-        store, rank, world, joined = _connected(timeout)
-        # a process that joins again after `close` keeps its store, and needs new keys
-        store = dist.PrefixStore(f"join{next(joined)}", store)  # type: ignore[attr-defined]
+        store, rank, world = world_store(timeout)
+        _joined[_place()] += 1  # a process that joins again after `close` keeps its store, and needs new keys
+        store = dist.PrefixStore(f"join{_joined[_place()]}", store)  # type: ignore[attr-defined]
         return Presence(store, rank, world, named=named)
 
 
 #: By place: what `world_store` returns there, and how often this process has joined a world there.
-_stores: dict[tuple[str | None, ...], tuple[Any, int, int, Iterator[int]]] = {}
+_stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
+_joined = Counter[tuple[str | None, ...]]()
+
+
+def _place() -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
 
 
 def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
@@ -100,26 +104,19 @@ def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]
 
     Old keys would mislead: torchrun's agent may keep its store when it restarts all processes.
     """
-    store, rank, world, _ = _connected(timeout)
-    store.set_timeout(timeout)
-    return store, rank, world
-
-
-def _connected(timeout: timedelta) -> tuple[Any, int, int, Iterator[int]]:
-    place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
-    if place not in _stores:
+    if _place() not in _stores:
         store, rank, world = _new_store(timeout)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"shardc/start{restarts}", store)  # type: ignore[attr-defined]
-        _stores[place] = store, rank, world, itertools.count()
-    return _stores[place]
+        _stores[_place()] = dist.PrefixStore(f"shardc/start{restarts}", store), rank, world  # type: ignore[attr-defined]
+    _stores[_place()][0].set_timeout(timeout)
+    return _stores[_place()]
 
 
 def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
     """Connect to the store of torchrun's agent, or of rank 0, which does not wait here for the others.
 
     The store has no authentication. So it listens to this machine alone where all ranks are on it, as with `shardc
-    run`.
+    run`. If rank 0 is late, rank 1 prints a line, as ranks cannot agree before they meet.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -136,21 +133,14 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
             listener.bind((LOOPBACK, port))
             listener.listen(world)
             options["master_listen_fd"] = listener.detach()
-    with _report_late_rank(rank, f"{address}:{port}"):
-        return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _report_late_rank(rank: int, address: str) -> Iterator[None]:
-    """Print a line if rank 0 is late. Only rank 1 prints, as ranks cannot agree before they meet."""
-    where = f"to {address}, where ranks meet, for {NAMED:.0f} s"
+    where = f"to {address}:{port}, where ranks meet, for {NAMED:.0f} s"
     message = f"rank 0 has not arrived {where}: it is stopped, starts slowly, or its machine is gone"
     late = threading.Timer(NAMED, print_line, [message])
     late.daemon = True
     if rank == 1:
         late.start()
     try:
-        yield
+        return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
     finally:
         late.cancel()
 

@@ -161,14 +161,14 @@ class Watch:
             self._end_all(self._first_ended[0])
 
     def _ask(self, now: float, since: float) -> None:
-        if self._store.add(f"{self._key(self._round)}/asked", 1) == 1:
+        if self._store.add(f"shardc/watch{self._round}/asked", 1) == 1:
             self._question = _Question(self._round, now, self._activity.count, since)
 
     def _answer(self) -> None:
         """Answer the questions of other ranks, and end this rank if one of them found that a rank is gone."""
-        while self._store.check([f"{self._key(self._round)}/asked"]):
+        while self._store.check([f"shardc/watch{self._round}/asked"]):
             answer = {"waits": activity.waits(), "doing": str(self._activity), "place": activity.place()}
-            self._store.set(f"{self._key(self._round)}/rank{self._rank}", json.dumps(answer))
+            self._store.set(f"shardc/watch{self._round}/rank{self._rank}", json.dumps(answer))
             if self.record is not None:
                 self.record()
             self._round += 1
@@ -211,9 +211,8 @@ class Watch:
         return {r: known.get(r) or (SILENT if self._processes.has_registered(r) else ABSENT) for r in silent}
 
     def _answers(self, number: int) -> dict[int, dict[str, Any]]:
-        keys = {r: f"{self._key(number)}/rank{r}" for r in range(self._layout.world)}
-        answered = {r: key for r, key in keys.items() if self._store.check([key])}
-        return {r: json.loads(self._store.get(key)) for r, key in answered.items()}
+        keys = {r: f"shardc/watch{number}/rank{r}" for r in range(self._layout.world)}
+        return {r: json.loads(self._store.get(key)) for r, key in keys.items() if self._store.check([key])}
 
     def _end_all(self, text: str) -> None:
         """End all waiting ranks."""
@@ -227,9 +226,6 @@ class Watch:
             if self._rank == 0:
                 time.sleep(2 * self._look)  # this process may host the store, which the others have yet to read
             os._exit(GAVE_UP)
-
-    def _key(self, number: int) -> str:
-        return f"shardc/watch{number}"
 
 
 #: The fix where busy ranks are not in the call that the others are in.

@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def publish(folder: Path, made: Any) -> None:
-    Ranks(Named("model.py"), None, lambda *_: None, folder, True, None, "").publish(made)
+    Ranks(Named("model.py"), None, lambda *_: None, folder, True, None).publish(made)
 
 
 def test_the_first_makes_it_and_the_others_read(file: Path, as_rank: Callable[[int], None]) -> None:

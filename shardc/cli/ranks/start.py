@@ -79,8 +79,9 @@ def ranks(named: Named, nproc: int | None, weights: Path | None, watch: float | 
             worker.main(file)
             worker.end_rank()
         with run_folder() as folder:
-            all_ranks = Ranks(named, nproc, show, folder, joined, process, _weights(weights))
+            all_ranks = Ranks(named, nproc, show, folder, joined, process)
             try:
+                all_ranks.weights = _weights(weights)
                 yield all_ranks
             except ShardcError as e:
                 all_ranks.publish(e.to_json())
@@ -151,7 +152,7 @@ class Ranks:
     folder: Path
     joined: bool
     process: Presence | None
-    weights: str
+    weights: str = ""
     status: int = 0
 
     def publish(self, made: Any) -> None:
