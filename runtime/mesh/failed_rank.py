@@ -46,7 +46,7 @@ class Failures:
     processes: of the ranks. A killed rank reports nothing; the ranks of its machine report for it.
     """
 
-    def __init__(self, store: Any, rank: int, layout: Mesh, processes: Processes | None) -> None:
+    def __init__(self, store: Any, rank: int, layout: Mesh, processes: Processes) -> None:
         self._store, self._rank, self._layout, self._world, self.number = store, rank, layout, layout.world, 0
         self._processes = processes
 
@@ -66,7 +66,7 @@ class Failures:
 
         def look() -> bool:
             # before, as reports precede the end
-            ended = self._processes.ended(f"in {doing}") if self._processes is not None else {}
+            ended = self._processes.ended(f"in {doing}")
             for r in range(self._world):
                 if r not in causes and self._store.check([self._key(r)]):
                     causes[r] = self._store.get(self._key(r)).decode(errors="replace")

@@ -26,28 +26,31 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import LOOPBACK
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.processes import Processes
-from shardc.runtime.mesh.watch import NAMED, Watch, World, print_line
+from shardc.runtime.mesh.watch import NAMED, Watch, print_line
 
 
 class Presence:
     """This process in its world: it announces this rank, and watches.
 
-    named: seconds, of Watch; 0: never. .processes, .watch: None if a thread cannot use the store separately.
+    named: seconds, of Watch; 0: never. .watch: None if a thread cannot use the store separately.
     """
 
     def __init__(self, store: Any, rank: int, world: int, *, named: float) -> None:
         self.store, self.rank, self.world, self.activity = store, rank, world, Activity()
-        self.processes: Processes | None = None
+        watched = can_watch(store)
+        # the main thread may hold the store while it waits
+        self.processes = Processes(store.clone() if watched else None, rank, world)
+        self.activity.note = self.processes.note
         self.watch: Watch | None = None
-        if can_watch(store):
-            self.processes = Processes(store.clone(), rank, world)  # the main thread may hold the store while it waits
-            self.activity.note = self.processes.note
-            if named and world > 1:
-                self.watch = Watch(World(world), rank, self.activity, store, self.processes, named=named, met=False)
+        if watched and named and world > 1:
+            self.watch = Watch(
+                Mesh(()), rank, self.activity, store, self.processes, world=world, named=named, met=False
+            )
 
 
 _begun: list[Presence] = []
@@ -66,10 +69,9 @@ def begin(named: float = NAMED) -> Presence | None:
     return present
 
 
-def _end(processes: Processes | None, number: int, _: object) -> None:
-    with contextlib.suppress(Exception):  # the store may be gone
-        if processes is not None:
-            processes.note_ending()
+def _end(processes: Processes, number: int, _: object) -> None:
+    with contextlib.suppress(Exception):  # the store may be gone, or there is none to use
+        processes.note_ending()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 

@@ -42,17 +42,22 @@ class _Process:
 
 
 class Processes:
-    """The processes of the ranks. store: over which the ranks met; this rank registers its process there."""
+    """The processes of the ranks. store: over which the ranks met; this rank registers its process there.
+
+    None: nothing is known of the others.
+    """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        self._store, self._rank, self._machine = store, rank, _machine()
+        self._store, self._rank, self._machine = store, rank, _machine() if store is not None else ""
         self._here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # number of ranks on this machine
         self._found: dict[int, _Process] = {}
-        self._note, file = _memory(rank)
-        if self._machine:
-            _, born = process_state(os.getpid())
-            store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
-        store.set(f"shardc/came/{rank}", "")
+        self._note: mmap.mmap | None = None
+        if store is not None:
+            self._note, file = _memory(rank)
+            if self._machine:
+                _, born = process_state(os.getpid())
+                store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
+            store.set(f"shardc/came/{rank}", "")
 
     def known(self) -> bool:
         """Return whether all ranks of this machine are registered, so that the store is read no more."""
@@ -87,7 +92,7 @@ class Processes:
 
     def has_registered(self, rank: int) -> bool:
         """Return whether a rank has registered, on any machine."""
-        return bool(self._store.check([f"shardc/came/{rank}"]))
+        return self._store is None or bool(self._store.check([f"shardc/came/{rank}"]))
 
     def _others(self) -> dict[int, _Process]:
         """Return the other ranks on this machine, as far as they are known."""

@@ -350,7 +350,7 @@ class TorchMesh(RankMesh):
         if not self._cut:
             return
         assert self._store is not None
-        if self._processes is not None and self._processes.ended():
+        if self._processes.ended():
             raise RankFailedError("some ranks have ended", where="meeting again")
         store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
         with not_inherited():

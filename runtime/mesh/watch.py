@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardc.ir.mesh import Mesh
@@ -38,6 +37,7 @@ from shardc.runtime.mesh.processes import KILLED, Processes
 NAMED, ENDED = 8.0, 8
 _OVER = "shardc/watch/over"  # key of the store: why all ranks end
 _SHOWN = 8  # ranks that a message lists
+_ANY = Mesh(())  # names ranks without coordinates
 #: Reasons why a rank does not answer.
 STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
 SILENT = "does not answer for SECONDS s: it is stopped, or its machine is gone"
@@ -58,16 +58,6 @@ class _Question(NamedTuple):
     since: float
 
 
-@dataclass(frozen=True)
-class World:
-    """Ranks whose mesh is not known yet: as much of a Mesh as messages need."""
-
-    world: int
-
-    def named(self, *ranks: int) -> str:
-        return _ranks(dict.fromkeys(ranks))
-
-
 def print_line(text: str) -> None:
     """Print a line on this process's standard error."""
     print(text, file=sys.stderr, flush=True)
@@ -76,29 +66,31 @@ def print_line(text: str) -> None:
 class Watch:
     """The thread of one rank that watches the ranks.
 
-    layout: the mesh, or how many ranks it will have. activity: what the rank is doing. store: torch.distributed's,
-    cloned for a separate connection. processes: of the ranks; stopped ones are killed. named: seconds until the rank
-    that the others wait for is named. met: all ranks are there; before, a slow rank, such as the one that compiles for
-    all, is named later. say: receives messages. .record: called when some rank asks, to save what this rank must keep
-    of it.
+    layout: the mesh; before all have met, it has no axes, and world is the number of ranks. activity: what the rank is
+    doing. store: torch.distributed's, cloned for a separate connection. processes: of the ranks; stopped ones are
+    killed. named: seconds until the rank that the others wait for is named. met: all ranks are there; before, a slow
+    rank, such as the one that compiles for all, is named later. say: receives messages. .record: called when some rank
+    asks, to save what this rank must keep of it.
 
     Half of `named` passes until a rank asks, a fifth until all have seen it, a fifth until they have answered.
     """
 
     def __init__(
         self,
-        layout: Mesh | World,
+        layout: Mesh,
         rank: int,
         activity: Activity,
         store: Any,
         processes: Processes | None = None,
         *,
+        world: int = 0,
         named: float = NAMED,
         met: bool = True,
         say: Callable[[str], None] = print_line,
     ) -> None:
         self._layout, self._rank, self._activity, self._store = layout, rank, activity, store.clone()
-        self._processes, self._met, self.say = processes, met, say
+        self._world, self._met, self.say = world or layout.world, met, say
+        self._processes = processes or Processes(None, rank, self._world)
         self._set_timeouts(named)
         self._stop = threading.Event()
         self.record: Callable[[], object] | None = None
@@ -112,14 +104,14 @@ class Watch:
     def _set_timeouts(self, named: float) -> None:
         self._named, self._ended = named, ENDED * named
         # one store serves all ranks: limit it to about a thousand requests a second
-        self._look = max(named / 5, self._layout.world / 1000)
+        self._look = max(named / 5, self._world / 1000)
 
     def meet(self, layout: Mesh, named: float) -> None:
         """Note that all ranks are there, on a known mesh. named: as in the constructor; 0: stop."""
         if not named:
             self.stop()
             return
-        self._layout, self._met = layout, True
+        self._layout, self._world, self._met = layout, layout.world, True
         self._set_timeouts(named)
 
     def stop(self) -> None:
@@ -144,8 +136,8 @@ class Watch:
                 self._ask(now, since)
                 looked = 0.0
             # until all have met, check often: the first rank to end is known only for a moment
-            due = now - looked >= (self._look if self._met else max(self._named / 40, self._layout.world / 1000))
-            if self._processes is not None and not self._met and (due or self._processes.known()):
+            due = now - looked >= (self._look if self._met else max(self._named / 40, self._world / 1000))
+            if not self._met and (due or self._processes.known()):
                 self._end_with_one_that_ended(now)
             if due:
                 looked = now
@@ -154,7 +146,6 @@ class Watch:
 
     def _end_with_one_that_ended(self, now: float) -> None:
         """End this rank if another has ended: ranks that wait in native code ignore the launcher's signal."""
-        assert self._processes is not None
         if self._first_ended is None and (ended := self._processes.ended(_WAITED)):
             self._first_ended = verdict(self._layout, {}, 0.0, ended), now
         elif self._first_ended is not None and now - self._first_ended[1] > self._named / 4 and activity.waits():
@@ -181,7 +172,7 @@ class Watch:
             return
         self._question = None
         answers, seconds = self._answers(question.number), now - question.since
-        if len(answers) == self._layout.world:
+        if len(answers) == self._world:
             # else the wait is over: all were slow, on a busy machine; or one compiles for all
             if self._activity.count == question.done and (self._met or question.asked - question.since > self._named):
                 self.say(verdict(self._layout, answers, seconds))
@@ -190,7 +181,6 @@ class Watch:
         why, ranks = _first(silent)
         text = verdict(self._layout, answers, seconds, silent)
         if why == STOPPED:
-            assert self._processes is not None
             for rank in ranks:
                 self._processes.end(rank)
         if why == STOPPED and self._met:
@@ -204,14 +194,12 @@ class Watch:
 
     def _silent(self, answers: Collection[int]) -> dict[int, str]:
         """Return {rank: why it does not answer}, as far as that is known."""
-        silent = [r for r in range(self._layout.world) if r not in answers]
-        if self._processes is None:
-            return dict.fromkeys(silent, SILENT)
+        silent = [r for r in range(self._world) if r not in answers]
         known = dict.fromkeys(self._processes.stopped(), STOPPED) | self._processes.ended(_WAITED)
         return {r: known.get(r) or (SILENT if self._processes.has_registered(r) else ABSENT) for r in silent}
 
     def _answers(self, number: int) -> dict[int, dict[str, Any]]:
-        keys = {r: f"shardc/watch{number}/rank{r}" for r in range(self._layout.world)}
+        keys = {r: f"shardc/watch{number}/rank{r}" for r in range(self._world)}
         return {r: json.loads(self._store.get(key)) for r, key in keys.items() if self._store.check([key])}
 
     def _end_all(self, text: str) -> None:
@@ -232,16 +220,14 @@ class Watch:
 _EVERY_RANK = "if it never gets there: every rank must call each step, backward, evaluation and save"
 
 
-def verdict(
-    layout: Mesh | World, answers: dict[int, dict[str, Any]], seconds: float, silent: Mapping[int, str] = {}
-) -> str:
+def verdict(layout: Mesh, answers: dict[int, dict[str, Any]], seconds: float, silent: Mapping[int, str] = {}) -> str:
     """Describe which ranks the others wait for, and where. silent: why some do not answer."""
     waiting = {r: a["doing"] for r, a in answers.items() if a["waits"]}
     busy = [r for r, a in answers.items() if not a["waits"]]
     where = ""
     if waiting:  # most of them in the same place
         at = max(waiting.values(), key=list(waiting.values()).count)
-        where = f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it {at}".rstrip()
+        where = f"{_ANY.named(*waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it {at}".rstrip()
     if silent:
         why, ranks = _first(silent)
         text = why.replace("SECONDS", f"{seconds:.0f}")
@@ -267,9 +253,3 @@ def _first(silent: Mapping[int, str]) -> tuple[str, list[int]]:
     order = STOPPED, KILLED, SILENT, ABSENT
     why = min(silent.values(), key=lambda why: next(i for i, kind in enumerate(order) if why.startswith(kind)))
     return why, [r for r, w in silent.items() if w == why]
-
-
-def _ranks(ranks: dict[int, Any]) -> str:
-    shown = ", ".join(map(str, list(ranks)[:_SHOWN]))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

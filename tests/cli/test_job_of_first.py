@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from shardc.cli.options import Named
-from shardc.cli.ranks.start import Ranks, _job_of_first
+from shardc.cli.ranks.start import Ranks, _job_of_first, _shared
 from shardc.errors import ShardcError
 from shardc.runtime.mesh import activity, presence
 
@@ -34,23 +35,22 @@ def file(tmp_path: Path) -> Path:
 
 
 def publish(folder: Path, made: Any) -> None:
-    Ranks(Named("model.py"), None, lambda *_: None, folder, True, None).publish(made)
+    Ranks(Named("model.py"), None, lambda *_: None, folder, True, ExitStack()).publish(made)
 
 
 def test_the_first_makes_it_and_the_others_read(file: Path, as_rank: Callable[[int], None]) -> None:
     as_rank(1)
     with ThreadPoolExecutor(1) as threads:
-        early = threads.submit(_job_of_first)
+        early = threads.submit(_job_of_first, _shared())
         while not activity.waits():
             time.sleep(0.01)
         publish(file.parent, "one that is not the first says nothing")
         assert not early.done()
         as_rank(0)
-        assert _job_of_first() is None
         publish(file.parent, str(file))
         assert early.result(60) == str(file)
     as_rank(2)
-    assert _job_of_first() == str(file)
+    assert _job_of_first(_shared()) == str(file)
 
 
 def test_an_error_of_the_first_is_met_by_all(file: Path, as_rank: Callable[[int], None]) -> None:
@@ -61,7 +61,7 @@ def test_an_error_of_the_first_is_met_by_all(file: Path, as_rank: Callable[[int]
     for rank in (1, 2):
         as_rank(rank)
         with pytest.raises(ShardcError) as found:
-            _job_of_first()
+            _job_of_first(_shared())
         assert found.value.texts() == ["x: a\n  fix: y", "b"]
 
 
@@ -73,7 +73,7 @@ def test_a_store_that_goes_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with ThreadPoolExecutor(1) as threads:
-        waits = threads.submit(_job_of_first)
+        waits = threads.submit(_job_of_first, _shared())
         while not activity.waits():
             time.sleep(0.01)
         del server
@@ -95,7 +95,7 @@ def test_who_cannot_trust_the_folder_makes_it_for_itself(
         if there == "a link":
             holder.symlink_to(elsewhere)
     as_rank(1)
-    assert _job_of_first() is None
+    assert _job_of_first(_shared()) is None
 
 
 @pytest.mark.parametrize("missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
@@ -104,5 +104,5 @@ def test_a_process_alone_asks_nobody(missing: str, file: Path, monkeypatch: pyte
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     monkeypatch.delenv(missing)
-    assert _job_of_first() is None
+    assert not _shared()
     publish(file.parent, json.dumps(str(file)))

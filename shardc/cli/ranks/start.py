@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from shardc.errors import Errors, ShardcError
 if TYPE_CHECKING:
     from shardc.api import Program
     from shardc.cli.ranks.job import Job
-    from shardc.runtime.mesh.presence import Presence
     from shardc.spec import Run
 
 _NAME, _LOCK = "shardc-run-", ".lock"
@@ -70,16 +69,18 @@ def ranks(named: Named, nproc: int | None, weights: Path | None, watch: float | 
 
         launch.join_slurm()
         joined = launch.in_world()
-        process = presence.begin(*(() if watch is None else (watch,))) if joined else None
-        with process.activity.during("compiling") if process is not None else nullcontext():
-            file = _job_of_first() if joined else None
-        if file is not None:
+        preparing = ExitStack()
+        if joined and (process := presence.begin(*(() if watch is None else (watch,)))) is not None:
+            preparing.enter_context(process.activity.during("compiling"))
+        if joined and (key := _shared()) and os.environ["LOCAL_RANK"] != "0":
             from shardc.cli.ranks import worker
 
-            worker.main(file)
-            worker.end_rank()
+            if (file := _job_of_first(key)) is not None:
+                preparing.close()
+                worker.main(file)
+                worker.end_rank()
         with run_folder() as folder:
-            all_ranks = Ranks(named, nproc, show, folder, joined, process)
+            all_ranks = Ranks(named, nproc, show, folder, joined, preparing)
             try:
                 all_ranks.weights = _weights(weights)
                 yield all_ranks
@@ -102,14 +103,12 @@ def _shared() -> str:
     return f"job/{env.get('GROUP_RANK') or env.get('SLURM_NODEID') or socket.gethostname()}"
 
 
-def _job_of_first() -> str | None:
+def _job_of_first(key: str) -> str | None:
     """Return the file with the job that the first process of this machine has made, or raise its ShardcError.
 
-    None: this process makes it: it is the first, or it cannot read the file (a container with a private temporary
-    folder), or not trust it.
+    None: this process makes a job, too: it cannot read the file (a container with a private temporary folder), or not
+    trust it. key: of `_shared`.
     """
-    if not (key := _shared()) or os.environ["LOCAL_RANK"] == "0":
-        return None
     from shardc.runtime.mesh.activity import waiting
     from shardc.runtime.mesh.presence import world_store
 
@@ -142,8 +141,8 @@ def _is_private(folder: Path) -> bool:
 class Ranks:
     """Starts one process for each rank on this machine, or is a rank of torchrun or Slurm: `joined`.
 
-    show: prints the result. folder: the temporary folder of the run. process: this rank in its world. weights: the path
-    of --weights, or "". status: exit status of the last job.
+    show: prints the result. folder: the temporary folder of the run. preparing: what ends when the job begins. weights:
+    the path of --weights, or "". status: exit status of the last job.
     """
 
     named: Named
@@ -151,7 +150,7 @@ class Ranks:
     show: Show
     folder: Path
     joined: bool
-    process: Presence | None
+    preparing: ExitStack
     weights: str = ""
     status: int = 0
 
@@ -165,8 +164,7 @@ class Ranks:
     def program(self, *, as_compiled: bool = True) -> Program:
         """Return the program for these ranks. as_compiled: as in `program_of`."""
         world = int(os.environ["WORLD_SIZE"]) if self.joined else self.nproc
-        with self.process.activity.during("compiling") if self.process is not None else nullcontext():
-            self._program = program = program_of(self.named, world=world, as_compiled=as_compiled)
+        self._program = program = program_of(self.named, world=world, as_compiled=as_compiled)
         named = self.named.model_file
         self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
@@ -218,6 +216,7 @@ class Ranks:
             from shardc.cli.ranks import worker
 
             self.publish(str(file))
+            self.preparing.close()
             worker.main(str(file))
         else:
             hidden_modules.check_folder(Path.cwd())

@@ -20,7 +20,7 @@ from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import TorchMesh, presence, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
-from shardc.runtime.mesh.watch import Watch, World
+from shardc.runtime.mesh.watch import Watch
 from tests import warm
 
 
@@ -86,7 +86,6 @@ def ends(rank: int, port: int) -> None:
     os.environ |= world(rank, port, 3)
     here = presence.begin(0)
     assert here is not None
-    assert here.processes is not None
     if rank:
         time.sleep(60)
     within(60, lambda: here.processes.ended() or here.processes.known())
@@ -140,7 +139,7 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     how = "was killed, or ended without an error, in compiling"
     states = {"stopped.return_value": [], "ended.return_value": {1: how}}
     known = mock.Mock(**states, **{"known.return_value": True})
-    watch = Watch(World(2), 0, Activity(), store, known, named=0.4, met=False)
+    watch = Watch(Mesh(()), 0, Activity(), store, known, world=2, named=0.4, met=False)
     watch._thread.join(30)
     assert ended == [GAVE_UP]
     assert said == ["rank 1 was killed, or ended without an error, in compiling; this rank has ended"]
