@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby
 from typing import TypeVar
 
 from torch import fx
@@ -144,12 +144,11 @@ def _entries(kind: str, names: Sequence[str], key: Callable[[int], Hashable]) ->
 
 def _stages(stages: Sequence[Stage]) -> dict[int, str]:
     """Return the pipeline stages to leave out, with notes: they run what the stage before runs."""
-    keys = [graph_key(s.graph) for s in stages]
     left_out: dict[int, str] = {}
-    for i, (a, b) in enumerate(pairwise(keys), 1):
-        if a == b:
-            end = next((j for j in range(i, len(keys)) if keys[j] != a), len(keys))
-            names = _together([s.name for s in stages[i:end]])
-            their = "its" if end == i + 1 else "their"
-            left_out[i] = "" if i - 1 in left_out else f"{names}: as {stages[i - 1].name}, on {their} own layers"
+    for _, run in groupby(range(len(stages)), key=lambda i: graph_key(stages[i].graph)):
+        first, *others = run
+        if others:
+            names, their = _together([stages[i].name for i in others]), "its" if len(others) == 1 else "their"
+            left_out |= dict.fromkeys(others, "")
+            left_out[others[0]] = f"{names}: as {stages[first].name}, on {their} own layers"
     return left_out
