@@ -20,7 +20,7 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.patterns import match
 from shardc.ir.program import Program
-from shardc.ir.repeats import layer_lists, with_layers
+from shardc.ir.repeats import layer_lists
 from shardc.ir.types import op_name
 from shardc.layer_names import layer_of, of_every_layer
 from shardc.passes.annotate import model_plan
@@ -133,20 +133,13 @@ def facts(subject: Subject) -> Facts:
         layers=subject.layers,
         dtype=str(first.dtype).removeprefix("torch.") if first is not None else "float32",
         number=number,
-        cuts=max(sum(lists.values()), 1),
+        cuts=max(sum(map(len, lists.values())), 1),
         shard={"use": "model" if model_plan.read(subject.model) else "structure"},
         regions=tuple(f"{name}.*" if name else "*" for name in lists),
         sequences=tuple(f"{name}.*" for name in lists if name and _hands_on(program, name)),
         experts=modules,
         encoders=encoders(list(lists)),
     )
-
-
-def layer_lists(program: Program) -> dict[str, int]:
-    """Return the lists of layers in the order in which they run, with the number of layers of each."""
-    layers = dict.fromkeys(layer_of(source_of(n).module) for n in program.graph.nodes if n.op == "call_function")
-    numbers = Counter(layer[0] for layer in layers if layer is not None)
-    return {name: n for name, n in numbers.items() if n > 1}
 
 
 def experts(program: Program) -> tuple[tuple[str, ...], int]:

@@ -20,7 +20,6 @@ from shardc.capture import capture
 from shardc.cost import Cost, device
 from shardc.cost.dry_run import dry_run
 from shardc.cost.measured.device_file import measured_file
-from shardc.ir.repeats import layer_lists, with_layers
 from shardc.machine.flops import moved_by
 from shardc.machine.work import Op
 from tests import live_bytes, zoo
