@@ -83,7 +83,7 @@ def command(
             show(str(covered), covered.to_json())
             return
         from shardc.artifact import emit
-        from shardc.artifact.repeated_layers import fold
+        from shardc.artifact.repeated_layers import Fold
         from shardc.report import comm as of_comm
         from shardc.report import cost as of_cost
         from shardc.report import kept_activations, text
@@ -127,8 +127,7 @@ def command(
             show(text.before(program, full=full))
         elif stage is not None:
             chosen = program.stages[stage]
-            left_out = {} if full else fold(program).nodes[chosen.name]
-            show(emit.function(chosen.graph, program, chosen.name, left_out))
+            show(emit.function(chosen.graph, program, chosen.name, Fold(program, full=full)))
         elif written:
             show(f"written to {' and '.join(written)}")
         else:

@@ -4,7 +4,7 @@ comm, cost, timeline    collectives by axis and cause; memory over a step; when 
 trace, memory_snapshot  a step as a trace for Perfetto; its memory as a snapshot for torch's viewer
 scores                  the part of attention's scores that each rank computes
 kept_activations        what forward keeps for backward, layer by layer, and why
-page                    a program as one interactive HTML file, and all drawing; drawn_ops: which ops become boxes
+page                    a program as one interactive HTML file, and all drawing
 coverage, rule_table    ops of a model without a rule; all rules, and the results of their check
 device_table            the table of `shardc device`; comparison: where a run and the prediction differ
 """

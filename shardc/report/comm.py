@@ -15,6 +15,7 @@ from shardc.ir.program import Program
 from shardc.ir.units import seconds, size
 from shardc.layer_names import note_lines
 from shardc.optional import registered
+from shardc.report.aligned import aligned
 
 IMPLICIT = "no annotation implies it"
 #: The directions of collectives, in the order in which they are shown.
@@ -136,11 +137,7 @@ def comm_table(cost: Cost) -> str:
         times = [seconds(sum(x)) for x in ([s.seconds or 0 for s in mine], [s.exposed or 0 for s in mine])]
         count, nbytes = sum(s.count for s in mine), sum(s.bytes for s in mine)
         lines.append([axes, "", "in all", str(count), size(nbytes), *times, "", ""])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
-    text = []
-    for line in lines:
-        cells = [c.rjust(w) if 3 <= i <= 6 else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))]
-        text.append("  ".join([*cells, line[-1]]).rstrip())
+    first, *text = aligned(lines, "<<<>>>><<")
     notes = note_lines(cost.program.notes) if any(r.cause == IMPLICIT for r in rows) else []
     head = f"on {cost.device.name}: {cost.step_words}"
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:], head, *notes])
+    return "\n".join([first, "-" * len(first), *text, head, *notes])

@@ -16,7 +16,7 @@ from shardc.ir.program import Program
 from shardc.ir.repeats import Repeats
 from shardc.layer_names import ranges
 from shardc.report.comm import DIRECTIONS, IMPLICIT, Row, Tag, added_up, comm_rows, tag
-from shardc.report.drawn_ops import of_parameter, traced
+from shardc.report.page.graphs import drawn, of_parameter
 from shardc.report.page.spec_lines import SpecLines
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
@@ -128,7 +128,9 @@ class Messages:
         operand = next((x for x in n.all_input_nodes if x.meta.get("value") is not None), None)
         title = "between stages" if n.op == "placeholder" else ""
         if operand is not None and n.op == "call_function" and of_parameter(n):
-            weight = next((p for p in self._program.params if p.name == traced(operand).name), None)
+            weight = next(
+                (p for p in self._program.params if p.name == drawn(operand, through_gathers=True).name), None
+            )
             title = f"of the weight {weight.fqn}" if weight is not None else ""
         return Message(
             n.name,
