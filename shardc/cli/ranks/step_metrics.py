@@ -57,7 +57,7 @@ class Meter:
     def __init__(self, program: Program, mesh: RankMesh) -> None:
         self.samples, self.tokens = max((x.shape[0] for x in program.inputs if x.shape), default=1), program.tokens
         self._mesh, self._peak = mesh, peak_flops(program, mesh.device)
-        self.flops, self.bytes = 0, Counter[str]()
+        self.flops, self.bytes = 0, dict[str, int]()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -68,9 +68,10 @@ class Meter:
                 yield
         finally:
             self._mesh.recording = False
-        self.flops = counted.flops
+        total: Counter[str] = Counter()
         for r in self._mesh.records:
-            self.bytes[r.axis] += r.bytes
+            total[r.axis] += r.bytes
+        self.flops, self.bytes = counted.flops, dict(total)
         self._mesh.records.clear()
 
     def speed(self, steps: float) -> dict[str, float]:
