@@ -14,7 +14,7 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -199,6 +199,10 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         spec |= {"mesh": {**mesh, "ep": 2}, "experts": [{"match": m, "axis": "ep"} for m in experts], "uneven": "pad"}
         axes = spec["data"]["axis"]
         spec["data"]["axis"] = [*([axes] if isinstance(axes, str) else axes), "ep"]
+    if "data" in spec:  # not drawn, as above
+        size, zero = len(str(spec)), spec["data"]["zero"]
+        spec["data"] |= {"keep": True} if zero == 3 and size % 4 == 0 else {"prefetch": 2} if size % 4 == 1 else {}
+        spec["data"] |= {"offload": {"optimizer": "cpu", "parameters": "cpu"}} if zero == 3 and size % 5 == 0 else {}
     return spec
 
 
@@ -221,7 +225,7 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(OffloadedTensors, "useful", staticmethod(lambda x: True))  # copies are made, on a CPU too
     model, batch, captured, want = one(name)
     ran: list[bool] = []
-    before: dict[int, Program] = {}
+    before, earlier = dict[int, Program](), list[Program]()
     fuzz = examples > 6
 
     @settings(
@@ -258,7 +262,11 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
             if (fuzz or len(str(spec)) % 3 == 0) and not {"adapters", "precision"} & spec.keys():
                 forwards(name, spec)
             if fuzz:
-                written(program)
+                own_loop(program, model, batch, alone(name, json.dumps(own)) if own else want)
+                on_disk(earlier[-1] if earlier and not own else program, program, model, batch)
+                earlier.extend([] if own else [program])
+        if fuzz:  # outside of Wide, which reads a constant's float32 as float64
+            written(program)
 
     equal()
     assert fuzz or sum(ran) > examples // 3
@@ -266,7 +274,12 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 def check(program: Program, model: nn.Module, batch: Any, want: Simulation, optimizer: Any = momentum) -> None:
     sim = shardc.verify.simulate(program, model, batch, steps=2, optimizer=optimizer)
-    pairs = {"the loss": (sim.loss, want.loss)} | {n: (x, want.state[n]) for n, x in sim.state.items()}
+    close(sim.loss, sim.state, want)
+    assert not want.grads.keys() - sim.grads.keys()
+
+
+def close(loss: Tensor, state: Mapping[str, Tensor], want: Simulation) -> None:
+    pairs = {"the loss": (loss, want.loss)} | {n: (x, want.state[n]) for n, x in state.items()}
     scale = 1e-3 * max((float(x.norm()) for _, x in pairs.values() if x.is_floating_point()), default=1.0)
     off = {
         n: float((a - b).norm()) / max(float(b.norm()), scale)
@@ -274,7 +287,6 @@ def check(program: Program, model: nn.Module, batch: Any, want: Simulation, opti
         if a.is_floating_point() and b.isfinite().all()
     }
     assert not {n: e for n, e in off.items() if not e <= TOLERANCE}
-    assert not want.grads.keys() - sim.grads.keys()
 
 
 def lamb(params: Any) -> torch.optim.Optimizer:
@@ -309,6 +321,51 @@ def resharded(old: Program, new: Program, model: nn.Module, batch: Any) -> None:
         same(engine, back)
 
     loopback(old.mesh, work)
+
+
+def own_loop(program: Program, model: nn.Module, batch: Any, want: Simulation) -> None:
+    """A loop of the user's own around the module trains as the engine does."""
+    if program.microbatches > 1 or program.axis or program.loss_scale is not None or program.offload.used:
+        return
+
+    def work(mesh: LoopbackMesh) -> tuple[Tensor, dict[str, Tensor]]:
+        module = program.module(model, mesh=mesh)
+        optimizer, part, loss = momentum(module.parameters()), module.local(batch), torch.tensor(0.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            result = module(**part) if isinstance(part, dict) else module(*part if isinstance(part, tuple) else (part,))
+            loss = result[0] if isinstance(result, tuple) else result
+            loss.backward()
+            optimizer.step()
+        return loss.detach(), module.full_state_dict()
+
+    for loss, state in loopback(program.mesh, work):
+        close(loss, {n: x for n, x in state.items() if n in want.state}, want)
+
+
+def on_disk(old: Program, new: Program, model: nn.Module, batch: Any) -> None:
+    """A checkpoint of one plan is loaded by another one, bit for bit, which goes on with the same step."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def save(mesh: LoopbackMesh) -> tuple[dict[str, Tensor], Tensor]:
+            engine = old.engine(model, momentum, mesh=mesh)
+            engine.step(batch)
+            engine.save(folder)
+            return engine.full_state_dict(), first(engine.step(batch))
+
+        def load(mesh: LoopbackMesh) -> tuple[dict[str, Tensor], Tensor]:
+            engine = new.engine(model, momentum, seed=1, mesh=mesh)
+            engine.load(folder)
+            return engine.full_state_dict(), first(engine.step(batch))
+
+        (saved, loss), (loaded, then) = loopback(old.mesh, save)[0], loopback(new.mesh, load)[0]
+        assert all(torch.equal(x.nan_to_num(), loaded[n].nan_to_num()) for n, x in saved.items())
+        assert not loss.isfinite() or float((then - loss).abs()) <= TOLERANCE * max(1e-3, float(loss.abs()))
+
+
+def first(result: Any) -> Tensor:
+    loss: Tensor = result[0] if isinstance(result, tuple) else result
+    return loss
 
 
 def same(one: Engine, other: Engine) -> None:

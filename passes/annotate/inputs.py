@@ -124,6 +124,10 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
                 known = list(names.values())
                 fix = did_you_mean(pattern, known, f"the inputs are {', '.join(known)}")
                 errors.add(f"pattern {pattern!r} matches no input", where=spec.where(("batch", key, pattern)), fix=fix)
+    for name, (dim, rows) in _rows(spec, program).items():
+        if rows == 0:
+            fix = "compile with a global batch of the size of a step"
+            errors.add(f"input {name!r} has no rows (dim {dim})", where=spec.where(("batch",)), fix=fix)
     layouts = _split_rows(spec, program, mesh, axes, names, errors)
     nodes = placeholders(program.graph)
     for placeholder, why in split_sequence(spec, program, mesh, names, layouts, errors).items():

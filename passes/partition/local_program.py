@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.conversions import Conversion
-from shardc.ir.graph import operands_of, producer_of, repeats, source_of, value_of, values_of
+from shardc.ir.graph import enlarges, operands_of, producer_of, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, Layout, Partial, Placement, Shard
@@ -233,7 +233,7 @@ class LocalProgram:
         """Return operand i with zeros in the padding of dims that the op sums away.
 
         A weight's padding is zero. So is that of its gradient if the op multiplies it by another zero-padded operand.
-        Else an optimizer would change it: an op zeroes the padding in forward, and that of the gradient in backward.
+        Otherwise an optimizer would change it, so an op zeroes it in forward, and its gradient in backward.
         """
         sums = [s for s in strategies.values() if s.sums_padding(i)]
         node, values = operands[i], [value_of(x) for x in operands]
@@ -269,13 +269,13 @@ class LocalProgram:
         return local
 
     def _is_weight(self, node: fx.Node) -> bool:
-        """Return whether a node is a parameter, or a view of one without repeats: its padding is zero."""
+        """Return whether a node is a parameter, or a view of one that enlarges nothing: its padding is zero."""
         while (
             node.op == "call_function"
             and len(operands_of(node)) == 1
             and (rule := registry.find(node.target))
             and rule.linear == ((0,),)
-            and not repeats(node)
+            and not enlarges(node)
         ):
             (node,) = operands_of(node)
         return node.name in self.program.params_by_name

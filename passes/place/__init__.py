@@ -47,8 +47,8 @@ class Place(Pass):
             node.meta["strategies"] = {}
         batch_axes, running = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
         token_axes = set(mesh.digits(*self.spec.sequence_axes))
-        # Axes that split inputs come first: only a dim that is not split yet can be padded, and an annotation may split
-        # such a dim further. Within both groups, axes of a sequence come last: `scans` may split rows further by them.
+        # Axes that split inputs come first: they can pad a dim only if no other axis splits it yet; annotations may
+        # split it further. Within both groups, axes of a sequence come last: `scans` may split rows further by them.
         input_axes = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in input_axes, a[0] in token_axes)):
             if n == 1:

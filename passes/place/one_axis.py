@@ -28,7 +28,7 @@ from shardc.rules.core.strategy import Strategy
 #: Each sweep carries demands past one more op that has a choice; few models change after the second sweep.
 SWEEPS = 4
 
-#: Extra strategies whose ranks communicate, as microbatches cannot. (softmax.PARTS too, but accumulate refuses it.)
+#: Extra strategies whose ranks communicate, as microbatches cannot. (Not softmax.PARTS: accumulate refuses it.)
 _COMMUNICATING = (ALONG_SPLIT_DIM, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
@@ -351,7 +351,7 @@ class Axis:
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Return the price of a strategy: of conversions of operands and results, messages, and repeated work."""
         # In `a @ b + c @ d` both products are partial, and one sum serves both. So a result that only joins a sum has
-        # no price; nor have conversions of its operands to Partial, which are priced as a sum that follows later.
+        # no price; nor have conversions of its operands to Partial: their price is that of the later sum.
         joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)

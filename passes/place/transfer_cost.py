@@ -1,8 +1,8 @@
 """Price what placement on one axis compares: communication, repeated work and memory traffic.
 
 Prices are times on the machine that passes assume (shardc.machine.assumed). The unit is the time in which a rank of the
-axis sends one byte in an all_gather, so that choices do not depend on how fast the links are. An all_gather of B bytes
-costs (n-1)/n B; other collectives, and work, cost in proportion to their time.
+axis sends one byte in an all_gather: on slow links repeated work is cheaper. An all_gather of B bytes costs (n-1)/n B;
+other collectives, and work, cost in proportion to their time.
 """
 
 from __future__ import annotations

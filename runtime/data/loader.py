@@ -186,10 +186,7 @@ class Loader:
         errors = Errors()
         for x in self.program.inputs:
             if x.layout.paddings():
-                fault = (
-                    f"its size {list(x.shape)} does not divide over the ranks, so the parts of the last ranks "
-                    "would be padded"
-                )
+                fault = f"its size {list(x.shape)} does not divide over the ranks: the last parts would be padded"
                 fix = "compile for a batch that divides, or pass engine.step whole batches from your own DataLoader"
                 errors.add(fault, where=name_of(x.path), fix=fix)
         errors.raise_any()
@@ -235,10 +232,7 @@ class Loader:
                 raise ShardcError(
                     "its batch dim is not split into the same whole samples on the same ranks as the other inputs",
                     where=name_of(x.path),
-                    fix=(
-                        "split the batch of all inputs in the same way, or pass engine.step whole batches from "
-                        "your own DataLoader"
-                    ),
+                    fix="split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader",
                 )
             indices = samples
         assert indices is not None
@@ -280,14 +274,13 @@ class Loader:
         if size is None and num_workers > 1:
             fault = f"{num_workers} workers would each read the iterable dataset from the start"
             errors.add(fault, where=self.where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
-        if size is not None and size < self.batch_size:
+        needs = self.batch_size if drop_last or self.program.resize is None else 1
+        if size is not None and size < needs:
             fault = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
             errors.add(fault, where=self.where, fix="use more samples, or compile for a smaller batch")
         elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
             rest = f"{size % self.batch_size} samples" if size is not None else "the rest of the samples"
-            fault = (
-                f"the last batch of an epoch would be {rest}, not {self.batch_size}, for which the program was compiled"
-            )
+            fault = f"the last batch of an epoch would be {rest}, not {self.batch_size} as compiled"
             errors.add(fault, where=self.where, fix="leave drop_last out: each epoch's order drops other samples")
         errors.raise_any()
 

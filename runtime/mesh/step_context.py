@@ -23,14 +23,14 @@ Routing = tuple[str, Tensor, int]
 class MicrobatchContext:
     """The running microbatch, number `index` of `count` in the step.
 
-    totals: sums over all microbatches, by number (shardc.passes.accumulate); sums: totals still being summed over
+    totals: sums over all microbatches, by number (shardc.passes.accumulate); works: of totals still being summed over
     ranks.
     """
 
     index: int
     count: int
     totals: tuple[Tensor, ...] = ()
-    sums: Mapping[int, Any] = field(default_factory=dict)  # shardc.runtime.mesh.Work
+    works: Mapping[int, Any] = field(default_factory=dict)  # shardc.runtime.mesh.Work
 
 
 class StepContext:
@@ -66,10 +66,10 @@ class StepContext:
         return self.microbatch
 
     def set_microbatch(
-        self, index: int, count: int, totals: Iterable[Tensor] = (), sums: Mapping[int, Any] | None = None
+        self, index: int, count: int, totals: Iterable[Tensor] = (), works: Mapping[int, Any] | None = None
     ) -> None:
         """Make this microbatch the current one."""
-        self.microbatch = MicrobatchContext(index, count, tuple(totals), sums or {})
+        self.microbatch = MicrobatchContext(index, count, tuple(totals), works or {})
 
     @contextmanager
     def training(self, launch: Callable[[], None] | None = None, host_copies: Any = None) -> Iterator[None]:

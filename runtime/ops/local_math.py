@@ -104,8 +104,8 @@ def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
 def total(mesh: Mesh, index: int, axes: tuple[str, ...] = (), tag: str = "") -> Tensor:
     """Return the sum of a prologue's value over the microbatches, here or over `axes` (passes.accumulate)."""
     running = mesh.step.running
-    if index in running.sums:
-        running.sums[index].wait()
+    if index in running.works:
+        running.works[index].wait()
     result: Tensor = running.totals[index]
     return result
 

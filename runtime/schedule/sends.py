@@ -15,6 +15,9 @@ from dataclasses import replace
 from shardc.runtime.schedule.actions import COMPUTE, SENDS, Action, Edges, Schedule, computed, links
 from shardc.runtime.schedule.timeline import timeline
 
+#: Maximal number of pending sends of a rank, each of all values of one edge. More would keep more activations alive.
+IN_FLIGHT = 2
+
 
 def fill(schedule: Schedule, edges: Edges | None = None) -> Schedule:
     """Complete a proven schedule. Existing sends and receives, REDUCE, or STEP stay as they are."""

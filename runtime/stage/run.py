@@ -32,14 +32,13 @@ from shardc.runtime.mesh import Work
 from shardc.runtime.mesh.step_context import MicrobatchContext
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.schedule.actions import PAIRS
+from shardc.runtime.schedule.sends import IN_FLIGHT
 from shardc.runtime.stage import op_errors
 from shardc.runtime.zero.buckets import Buckets
 
 if TYPE_CHECKING:
     from shardc.runtime.stage.interpreter import Interpreter
 
-#: Maximal number of pending sends of a rank, each of all values of one edge. More would keep more activations alive.
-IN_FLIGHT = 2
 
 Way = Literal["forward", "backward"]
 Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, without values of other stages
@@ -143,7 +142,7 @@ class Run:
     def _set_microbatch(self, action: Action) -> MicrobatchContext:
         """Make an action's microbatch the current one, with the totals of this step; return its context."""
         step = self.mesh.step
-        step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
+        step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.works)
         context: MicrobatchContext = step.running
         return context
 

@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_128
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import checkpoint_index, disk_calls
 from shardc.runtime.state.boxes import Box
-from shardc.runtime.state.checkpoint_index import FILE, Index, Numbers, Slice, Stored, overlap
+from shardc.runtime.state.checkpoint_index import DIGEST, FILE, Index, Numbers, Slice, Stored, overlap
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 # --- slices of files, read and checked against their digests
@@ -42,7 +41,7 @@ def damage(file: Path, key: str, s: Slice) -> DamagedError:
 
 def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
     """Read one slice into a tensor; return False if its digest differs."""
-    data, hasher = bytes_of(x), xxh3_128()
+    data, hasher = bytes_of(x), DIGEST()
     try:
         for done in range(0, len(data), BLOCK):
             block = data[done : done + BLOCK]

@@ -24,6 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
+from xxhash import xxh3_128
 
 from shardc import text_file
 from shardc.runtime.state.tensor_file import MAX_HEADER
@@ -31,6 +32,8 @@ from shardc.runtime.state.tensor_file import MAX_HEADER
 NAME = "index.json"
 KIND, VERSION = "shardc checkpoint", 3
 MAX_BYTES = 4 << 30
+#: The hash whose digest each slice has.
+DIGEST = xxh3_128
 FILE = r"(model|optimizer)-[0-9]{5,9}\.safetensors"
 DTYPES: dict[str, torch.dtype] = {
     str(x).removeprefix("torch."): x

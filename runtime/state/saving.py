@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128_hexdigest
-
 from shardc import text_file
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
@@ -46,7 +44,7 @@ from shardc.runtime.state.checkpoint_folder import (
     prune,
     renamed_path,
 )
-from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, json_number
+from shardc.runtime.state.checkpoint_index import DIGEST, File, Index, Slice, Stored, json_number
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import combined, state_parts
 from shardc.runtime.state.tensor_file import bytes_of
@@ -132,7 +130,7 @@ class Save:
                 if self.cancelled:
                     raise Cancelled
                 data = bytes_of(piece.read().to("cpu").contiguous())
-                written = Slice(len(mine), entry.start, piece.offset, piece.shape, xxh3_128_hexdigest(data))
+                written = Slice(len(mine), entry.start, piece.offset, piece.shape, DIGEST(data).hexdigest())
                 file.add(data)
                 whole = self.plan.tensors[piece.key]
                 self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, written))

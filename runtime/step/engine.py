@@ -3,7 +3,7 @@
 local_model   the rank's part of the model, and the interpreter that runs a batch on it
 update        the optimizer's half of a step
 evaluation    forward without training
-saver         saves the state to files, and moves it to other plans
+saver         saves the state, and moves it to other programs
 checks        checks of user code, and whether ranks agree (shardc.runtime.checks.hooks)
 """
 
@@ -61,7 +61,7 @@ class Engine:
     Made by `program.engine(...)`, in each process of torchrun or each thread of loopback.
 
     model: source of the weights: an nn.Module (not changed), a function that builds it, a state_dict or files; see
-        shardc.runtime.state.weights. Each rank makes only its own part; nothing is broadcast.
+        shardc.runtime.state.sources. Each rank makes only its own part; nothing is broadcast.
     weights: files (or a state_dict) whose weights replace the model's; each rank reads its part. A weight that they do
         not have stays the model's. `.weight_notes` says where the weights came from.
     optimizer: params -> torch optimizer, or a list of them; None: no update, for evaluation and gradients only. params:
@@ -99,9 +99,10 @@ class Engine:
     .scaler: the loss scaling of `precision.loss_scale` (shardc.runtime.step.loss_scale), or None. If gradients are not
     finite on some rank, the step leaves parameters and optimizer unchanged on every rank.
 
-    Without clip_norm, nonfinite, loss scaling and offload, `step` begins the update early. Gradients of `matrices` are
-    sent to their owners while backward runs. Without `matrices`, at ZeRO 0 on a CPU, a bucket's parameters are updated
-    while later buckets are still summed (shardc.runtime.zero.optimizer_check), if the optimizer treats each separately.
+    Without clip_norm, nonfinite, loss scaling, offload and CUDA graphs, `step` begins the update early. With
+    `optimizer: {matrices: ...}` owners get gradients in backward. Else, at ZeRO 0 on a CPU, a bucket's parameters are
+    updated while later buckets are still summed (shardc.runtime.zero.optimizer_check), if the optimizer treats each
+    separately.
 
     An error in forward or backward (a wrong batch, a failing op, Ctrl-C) on all ranks leaves the engine unchanged,
     except perhaps buffers: the next step starts fresh. After one in the update (a custom optimizer) load a checkpoint.
@@ -430,7 +431,7 @@ class Engine:
         return self._saver.export(folder, **options)
 
     @property
-    def weights_end(self) -> Saver:
+    def weights_holder(self) -> Saver:
         """The object that holds the weights, for `weights_to`."""
         return self._saver
 
@@ -445,7 +446,7 @@ class Engine:
         return needed("reshard", "runtime", "move_weights")(self._saver, other)
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """Return {name: whole local part, detached}; reading gathers, so all ranks read in one order."""
+        """Return {name: local part uncut by ZeRO, detached}; reading gathers, so all ranks read in one order."""
         return self._model.wholes()
 
     def norms(self, *, grad: bool = False) -> dict[str, float]:

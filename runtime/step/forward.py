@@ -74,9 +74,9 @@ class Forward:
         self.engine.load(folder)
 
     @property
-    def weights_end(self) -> Any:
+    def weights_holder(self) -> Any:
         """The object that holds the weights."""
-        return self.engine.weights_end
+        return self.engine.weights_holder
 
     def weights_to(self, other: Any) -> Any:
         """Copy the weights to an engine, or to the runner of another program: see Engine.weights_to."""

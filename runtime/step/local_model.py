@@ -94,7 +94,7 @@ class LocalModel:
             self.owners.gather()
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """Return {name: whole local part, detached}; reading gathers, so all ranks read in one order."""
+        """Return {name: local part uncut by ZeRO, detached}; reading gathers, so all ranks read in one order."""
         self.gather_written()
         return self.buckets.wholes()
 

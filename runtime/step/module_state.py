@@ -114,7 +114,7 @@ class ModuleState(nn.Module):
         return RankState(r.program, r.mesh, owned, buffers, optimizer, r.buckets.shards, owners)
 
     @property
-    def weights_end(self) -> _End:
+    def weights_holder(self) -> _End:
         """The object that holds the weights."""
         return _End(self, self._running)
 
@@ -123,7 +123,7 @@ class ModuleState(nn.Module):
 
         See Engine.weights_to. Not between forward and backward.
         """
-        return needed("reshard", "runtime", "move_weights")(self.weights_end, other)
+        return needed("reshard", "runtime", "move_weights")(self.weights_holder, other)
 
     def norms(self, *, grad: bool = False) -> dict[str, float]:
         """Return {parameter: 2-norm of all of it}, on every rank; grad: of `.grad`, 0 if None. Collective."""

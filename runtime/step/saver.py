@@ -69,6 +69,7 @@ class Saver:
         """Return what a checkpoint has apart from tensors and the optimizer's settings."""
         rng, scaler, schedulers = self.model.rng, self.update.scaler, self.update.schedulers
         extra: dict[str, Any] = {"step": rng.step, "seed": rng.seed, **resumed.record(self.program)}
+        extra["clip_norm"] = self.update.clip_norm
         if scaler is not None:
             extra["loss_scale"] = scaler.state_dict()
         if schedulers is not None:
@@ -102,6 +103,8 @@ class Saver:
             self.mesh.note(note)
         for note in resumed.changed(self.program, extra):
             self.mesh.note(note)
+        if (clipped := extra.get("clip_norm", update.clip_norm)) != update.clip_norm:
+            self.mesh.note(f"clip_norm: today's {update.clip_norm} is used; the checkpoint was trained with {clipped}")
         if model.rng.seed != seed:
             self.mesh.note(f"seed: the checkpoint's {model.rng.seed} is used, not {seed}")
 

@@ -56,15 +56,15 @@ class Bucket:
         *,
         aliased: bool = False,
     ) -> None:
-        self.spec: ir.Bucket = program.buckets[index]
-        zero = self.spec.zero
+        self.ir: ir.Bucket = program.buckets[index]
+        zero = self.ir.zero
         self.sharded, self.params_whole, self.scatters = zero > 0, zero < 3, zero > 1
         self.tag, self.mesh, self._aliased = f"bucket{index}", mesh, aliased
         self._offload, self._is_last, self._launched = offload, is_last, launched
         # of a late bucket (tied weights: stages on other ranks use them too): the parameters that are trained anywhere
-        self.trained_by_any = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
-        self.flat = Flat.of(program, self.spec)
-        self.params: dict[str, nn.Parameter] = {}  # whole local parts, as the graph has them; none at ZeRO 3
+        self.trained_by_any = trained_params(program).intersection(self.ir.params) if self.ir.late else frozenset()
+        self.flat = Flat.of(program, self.ir)
+        self.params: dict[str, nn.Parameter] = {}  # local parts uncut by ZeRO, as the graph has them; none at ZeRO 3
         self.owned: dict[str, nn.Parameter] = {}
         self.missing: set[str] = set()  # gradients that this backward still has to produce
         self.seen: set[str] = set()  # gradients that some backward of this step has produced
@@ -80,12 +80,12 @@ class Bucket:
         self._sum_output: Tensor | None = None  # the result of the running sum, to add to earlier ones
         self._sum_input: Tensor | None = None  # the buffer that the running sum reads: not freed before
         # parameters
-        self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
+        self.rank = mesh.coordinate(self.ir.shard) if self.sharded else 0
         self.shards: dict[str, FlatShard] = self.flat.shards(self.rank) if self.sharded else {}
-        self.other_axes = tuple(a for a in self.spec.axes if a != self.spec.shard)
+        self.other_axes = tuple(a for a in self.ir.axes if a != self.ir.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
-        rounds = bool(self.spec.rounded) and not self.params_whole
-        args = self.spec, self.flat, self.shards, mesh, self.tag
+        rounds = bool(self.ir.rounded) and not self.params_whole
+        args = self.ir, self.flat, self.shards, mesh, self.tag
         self._rounded = needed("fp8", "runtime", "RoundedGather")(*args) if rounds else None
         self._trains: dict[str, bool] = {}
         self._flat_params: Tensor | None = None  # ZeRO 1 and 2: all parameters, as ops take them
@@ -123,7 +123,7 @@ class Bucket:
     def _make_master(self, p: nn.Parameter) -> Tensor:
         """Allocate whole parameters (ZeRO 1, 2) and this rank's part, perhaps a view of them. All are zeros."""
         if self.params_whole:
-            self._flat_params = torch.zeros(self.flat.padded, dtype=self.spec.compute or p.dtype, device=p.device)
+            self._flat_params = torch.zeros(self.flat.padded, dtype=self.ir.compute or p.dtype, device=p.device)
             if self._flat_params.dtype == p.dtype:
                 return self._flat_params[self.low : self.high]
         self._home = self._offload.room("optimizer" if self.params_whole else "parameters", self.flat.part, p.dtype)
@@ -150,11 +150,11 @@ class Bucket:
 
     def _named_views(self, whole: Tensor) -> dict[str, Tensor]:
         """Return {name: view of the parameter} of a flat tensor of all parameters."""
-        return dict(zip(self.spec.params, self.views(whole), strict=True))
+        return dict(zip(self.ir.params, self.views(whole), strict=True))
 
     def _slices(self, part: Tensor) -> dict[str, Tensor]:
         """Return this rank's shard of every parameter in its part of the flat buffer."""
-        starts = dict(zip(self.spec.params, self.flat.starts, strict=True))
+        starts = dict(zip(self.ir.params, self.flat.starts, strict=True))
         slices = {}
         for name, shard in self.shards.items():
             first = starts[name] + shard.start - self.low if shard.size else 0
@@ -180,11 +180,11 @@ class Bucket:
         assert self._master is not None
         self._gather.wait()  # of two running gathers the first may end last
         part = flat[self.low : self.high]
-        if self.spec.compute is not None:
+        if self.ir.compute is not None:
             part.copy_(self._master)
             if self._home is not None:
                 self._home.slot.release()  # until the next update
-        self._gather = self.mesh.start_all_gather(part, flat, self.spec.shard, direction="update", tag=self.tag)
+        self._gather = self.mesh.start_all_gather(part, flat, self.ir.shard, direction="update", tag=self.tag)
         self._versions = self._version()
 
     def wait_for_gather(self) -> None:
@@ -198,18 +198,18 @@ class Bucket:
     def updated(self) -> tuple[nn.Parameter, ...]:
         """Return the whole parameters, after the gather."""
         self.wait_for_gather()
-        return tuple(self.params[n] for n in self.spec.params)
+        return tuple(self.params[n] for n in self.ir.params)
 
     def wholes(self) -> dict[str, Tensor]:
-        """Return {name: whole local part, as stored}. Collective if the bucket is sharded."""
+        """Return {name: local part uncut by ZeRO, as stored}. Collective if the bucket is sharded."""
         self.update_aliases()
         self.wait_for_gather()
-        if not self.sharded or (self.params_whole and self.spec.compute is None):
+        if not self.sharded or (self.params_whole and self.ir.compute is None):
             return {n: p.detach() for n, p in self.params.items()}
         assert self._master is not None
         part = self._master.to(self.mesh.device)
         whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
-        self.mesh.start_all_gather(part.detach(), whole, self.spec.shard, direction="state", tag=self.tag).wait()
+        self.mesh.start_all_gather(part.detach(), whole, self.ir.shard, direction="state", tag=self.tag).wait()
         return self._named_views(whole)
 
     # --- ZeRO 3: gathered for every use
@@ -220,16 +220,16 @@ class Bucket:
             return self._held_gather
         assert self._master is not None
         if self._home is not None:
-            part = self._offload.read(self._home, direction, self.spec.compute)
+            part = self._offload.read(self._home, direction, self.ir.compute)
         else:
-            part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
+            part = self._master if self.ir.compute is None else self._master.to(self.ir.compute)
         if self._rounded is not None:
             started: tuple[Tensor, Work] = self._rounded.start(part, self._slices(part), direction)
         else:
             whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
-            work = self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
+            work = self.mesh.start_all_gather(part, whole, self.ir.shard, direction=direction, tag=self.tag)
             started = whole, work
-        if self.spec.keep and self.mesh.step.trains:
+        if self.ir.keep and self.mesh.step.trains:
             self._held_gather = started
         return started
 
@@ -278,7 +278,7 @@ class Bucket:
 
     def start(self, first: bool) -> None:
         """Prepare for a backward. first: of the step; earlier gradients in `.grad` are added to the new ones."""
-        self.missing = set(self.spec.params)
+        self.missing = set(self.ir.params)
         if not first:
             return
         self._work.wait()  # it may remain from a step that failed halfway
@@ -295,7 +295,7 @@ class Bucket:
     def _ensure_buffer(self) -> Tensor:
         """Return the buffer of whole gradients; make it when the first one arrives."""
         if self.buffer is None:
-            self.buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
+            self.buffer = torch.empty(self.flat.padded, dtype=self.ir.dtype, device=self.mesh.device)
             for start, stop in self.flat.gaps:
                 self.buffer[start:stop].zero_()
             self._views, self._in_buffer = self._named_views(self.buffer), set()
@@ -311,10 +311,10 @@ class Bucket:
 
     def arrived(self, grads: Sequence[Tensor | None]) -> None:
         """Add all gradients of a gathered bucket, and start their sum; with `keep`, after the last microbatch."""
-        for name, grad in zip(self.spec.params, grads, strict=True):
+        for name, grad in zip(self.ir.params, grads, strict=True):
             if grad is not None:
                 self._add(name, grad)
-        if not self.spec.keep or self._is_last(self):
+        if not self.ir.keep or self._is_last(self):
             self._held_gather = None
             self.launch()
             self._launched(self)
@@ -332,7 +332,7 @@ class Bucket:
     def _with_zeros(self) -> Tensor:
         """Return the buffer, with zeros for the gradients that did not arrive."""
         buffer = self._ensure_buffer()
-        for name in self.spec.params:
+        for name in self.ir.params:
             if name not in self._in_buffer:
                 self._views[name].zero_()
         return buffer
@@ -341,7 +341,7 @@ class Bucket:
         """Start the sum of the buffer over ranks, in the background: see buckets.py."""
         buffer = self._with_zeros()
         if not self.sharded:
-            self._work = self.mesh.start_all_reduce(buffer, self.spec.axes, direction="backward", tag=self.tag)
+            self._work = self.mesh.start_all_reduce(buffer, self.ir.axes, direction="backward", tag=self.tag)
             return
         if not self.scatters:
             self._sum = buffer[self.low : self.high]
@@ -353,14 +353,14 @@ class Bucket:
         self._sum_output = torch.empty(self.flat.part, dtype=buffer.dtype, device=buffer.device)
         self._free()
         self._reduce(buffer, self._sum_output)
-        self._final = not self.spec.late and self._is_last(self)  # late: see `close`, as another rank may be the last
+        self._final = not self.ir.late and self._is_last(self)  # late: see `close`, as another rank may be the last
         if self._final and self._sum is None:
             self._sum_other_axes(self._sum_output, without_waiting=True)
 
     def _reduce(self, full: Tensor, part: Tensor) -> None:
         """Start to sum the full buffer into this rank's part."""
-        if self.spec.shard in self.spec.axes:
-            self._work = self.mesh.start_reduce_scatter(full, part, self.spec.shard, direction="backward", tag=self.tag)
+        if self.ir.shard in self.ir.axes:
+            self._work = self.mesh.start_reduce_scatter(full, part, self.ir.shard, direction="backward", tag=self.tag)
         elif self.scatters:  # else part is a view of full
             part.copy_(full[self.low : self.high])  # all ranks of the axis have the same gradient
 
@@ -393,14 +393,14 @@ class Bucket:
             return
         if self.scatters or self._sum is None:
             return
-        if self._other_axes_due or not self.mesh.streams:  # ZeRO 1 on a CPU: a sum needs its memory twice
+        if self._other_axes_due or not self.mesh.streams:  # ZeRO 1 on a CPU: a sum copies its buffer
             self._work.wait()
             self._sum_other_axes(self._sum)
 
     @property
     def final(self) -> bool:
         """Whether no other sum of this bucket follows in this step."""
-        return self._final if self.scatters else not self.spec.late
+        return self._final if self.scatters else not self.ir.late
 
     def close(self) -> None:
         """Start the sums that remain, after the step's last backward. Only with `scatters`."""
@@ -410,7 +410,7 @@ class Bucket:
             self.launch()
         self.advance_sum()
         if self._sum is None and self.trained_by_any:  # ranks of other stages sum with this one
-            self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
+            self._sum = torch.zeros(self.flat.part, dtype=self.ir.dtype, device=self.mesh.device)
         if self._sum is not None:
             self._sum_other_axes(self._sum)
 
@@ -447,7 +447,7 @@ class Bucket:
     def narrow_grads(self) -> None:
         """Store gradients in the dtype and memory of their sums again: only the update needs the parameters' dtype."""
         for name, p in self.owned.items():
-            if p.grad is not None and p.grad.dtype != self.spec.dtype and name in self.sums:
+            if p.grad is not None and p.grad.dtype != self.ir.dtype and name in self.sums:
                 grad, p.grad = p.grad, None
                 p.grad_dtype = None  # any
                 p.grad = self.sums[name].copy_(grad)

@@ -10,7 +10,7 @@ When a sum starts, and when a rank waits for it (`Bucket.launch`, `advance_sum`)
     zero  starts                          sum                                waits
     0     last backward of the step*      all_reduce                         `finish`: all may run at once
     1     the same                        reduce_scatter into this rank's    GPU: `finish`. CPU: when the next bucket
-                                          part, a view of the buffer         has started: a sum needs its memory twice
+                                          part, a view of the buffer         has started: each copies its buffer
     2     every backward*                 reduce_scatter, added to what      when the next bucket has started, or before
     3     every backward (`keep`: the     the part has already               its own next sum: this frees the buffer
           last), by `Bucket.arrived`
@@ -84,10 +84,10 @@ class Buckets:
             for i, b in enumerate(program.buckets)
             if not stages.isdisjoint(b.stages) and (b.zero or mesh.members(b.axes) > 1)
         ]
-        self._stages = {b: stages.intersection(b.spec.stages) for b in self._all}
+        self._stages = {b: stages.intersection(b.ir.stages) for b in self._all}
         #: By bucket: those of its stages whose last backward of the step has not started.
         self._stages_left: dict[Bucket, set[int]] = {}
-        self._bucket_of = {n: b for b in self._all for n in b.spec.params}
+        self._bucket_of = {n: b for b in self._all for n in b.ir.params}
         #: ZeRO 0 and 1: buckets that are summed once a step; those of the running step whose sum has yet to start.
         self._summed_once = [b for b in self._all if not b.scatters]
         self._due_in_step: deque[Bucket] = deque()
@@ -132,7 +132,7 @@ class Buckets:
     @property
     def names_by_bucket(self) -> list[Sequence[str]]:
         """The parameters of each bucket, as `finish` passes them to `reduced`."""
-        return [b.spec.params for b in self._all]
+        return [b.ir.params for b in self._all]
 
     @property
     def sums_outlast_backward(self) -> bool:
@@ -140,12 +140,12 @@ class Buckets:
 
         Not with ZeRO, where one sum runs at a time; nor on a GPU, which queues updates behind backward anyway.
         """
-        return len(self._all) > 1 and not self.mesh.streams and not any(b.spec.zero for b in self._all)
+        return len(self._all) > 1 and not self.mesh.streams and not any(b.ir.zero for b in self._all)
 
     # --- gradients
 
     @property
-    def sums(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The buffers in which gradients are added up now."""
         return [buffer for b in self._all if (buffer := b.buffer) is not None]
 
@@ -205,7 +205,7 @@ class Buckets:
         """Return whether a bucket has all gradients of its next sum."""
         if bucket.missing:
             return False
-        return bucket.scatters or not (bucket.spec.late or self._stages_left[bucket])
+        return bucket.scatters or not (bucket.ir.late or self._stages_left[bucket])
 
     def _wait_for_earlier(self, bucket: Bucket) -> None:
         """Wait for the sum that started before that of `bucket`, to free its buffer. (At ZeRO 0 only with `early`.)"""
@@ -214,7 +214,7 @@ class Buckets:
             if self.early is not None and earlier.final and earlier not in self._finished:
                 self._finished.add(earlier)
                 earlier.finish()
-                self.early(earlier.spec.params)
+                self.early(earlier.ir.params)
         self._last_started = bucket
 
     def finish(self, reduced: Reduced | None = None) -> None:
@@ -232,7 +232,7 @@ class Buckets:
         for b in left:
             b.finish()
             if reduced is not None:
-                reduced(b.spec.params)
+                reduced(b.ir.params)
         self.active = False
 
     def sums_restorer(self) -> Callable[[], None]:
@@ -287,7 +287,7 @@ class Buckets:
             b.wait_for_gather()
 
     def kept_whole(self, name: str) -> Tensor | None:
-        """Return a parameter's whole local part as this rank keeps it; None at ZeRO 3. Wait for gathers first."""
+        """Return a parameter's local part uncut by ZeRO; None at ZeRO 3. Wait for gathers first."""
         if name not in self._bucket_of:
             return self.owned[name].detach()
         bucket = self._bucket_of[name]
@@ -299,7 +299,7 @@ class Buckets:
             b.mark_gathered()
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """Return {name: whole local part, as stored, detached}.
+        """Return {name: local part uncut by ZeRO, as stored, detached}.
 
         Reading a name gathers its bucket: all ranks must read the same names in the same order.
         """

@@ -122,7 +122,7 @@ def inner_matrices(program: Program) -> frozenset[str]:
             bit_of[node] = bits.get(node.name, 0)
         elif len(node.all_input_nodes) == 1:  # a cast, a view
             bit_of[node] = bit_of.get(node.all_input_nodes[0], 0)
-    # for each op: the bits that it or any later op takes (proofs leave users that are not in the graph)
+    # for each op: the bits that it or any later op takes (`.get`: users may be outside of a proof's graph)
     behind: dict[fx.Node, int] = {}
     for node in reversed(program.graph.nodes):
         taken_bits = [bit_of.get(x, 0) for x in node.all_input_nodes] if not bit_of.get(node) else []

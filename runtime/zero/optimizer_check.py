@@ -4,7 +4,7 @@
                                               or pages of its state (offload)
     without the others    `check_sharded`     ranks have other parameters, or other parts of them, than their neighbours
     in parts              `check_sharded`     parameters are split over ranks, or ZeRO leaves each rank a stretch
-                          `needs_whole`       where the spec says `optimizer: {matrices: ...}`: else they get owners
+                          `needs_whole`       where the spec says `optimizer: {matrices: ...}`: on failure, owners
 
 SGD, Adam and all others that treat every element separately pass all three. An optimizer that scales its updates by the
 norm of all of them passes none. One that sees a parameter as a matrix (Muon, Adafactor) fails the third. One that
@@ -35,7 +35,7 @@ from shardc.runtime.zero.optimizer_list import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes, step_hooks
 
 _STEPS, _SIDE = 3, 4
-_LR = 1e-2  # the smallest tried rate: with 0, or a rate too small for 16 bits, all orders would look equal
+_LR = 1e-2  # the smallest tried rate: with 0, or a rate too small for 16 bits, all trials would look equal
 #: The largest difference of a step in pieces, relative to the update: vector instructions round the last digits
 #: differently.
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -74,7 +74,7 @@ def check_sharded(
 ) -> None:
     """Raise ShardcError if the optimizer updates parts of a parameter differently from the whole.
 
-    params: the whole local parts, by name, from which it was made. shards: the stretches of those that will be cut.
+    params: local parts uncut by ZeRO, by name, from which it was made. shards: the stretches of those that will be cut.
     """
     for member in members_of(optimizer):
         _check_sharded(program, member, params, shards)
@@ -332,8 +332,8 @@ class _Member:
 class Trial:
     """Some steps of a copy of an optimizer, with its whole state, on other parameters.
 
-    members: one for all equal parameters of a group; copies: how often all of them. cut: as ranks have them; else each
-    is whole. one_by_one: steps every parameter separately. .values: of the members before the steps; .stepped: the
+    members: one for all equal parameters of a group; copies: how many of each. cut: in parts, if it has a sharding;
+    else whole. one_by_one: steps every parameter separately. .values: of the members before the steps; .stepped: the
     parts of each after them.
     """
 

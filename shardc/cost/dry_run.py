@@ -316,7 +316,7 @@ class _Run(Run):
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
         grads = [p.grad for p in self.interpreter.buckets.given.values() if isinstance(p, Tensor)]
         ledger.mark(grads, "gradients")
-        ledger.mark_fixed_size([*grads, *self.interpreter.buckets.sums])
+        ledger.mark_fixed_size([*grads, *self.interpreter.buckets.buffers])
         if action.kind == "F":
             _mark_rest(ledger, "activations")
             return

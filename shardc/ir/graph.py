@@ -118,7 +118,7 @@ def stored_alone(node: fx.Node) -> bool:
     return True
 
 
-def repeats(node: fx.Node) -> bool:
+def enlarges(node: fx.Node) -> bool:
     """Return whether an op's results have more elements than its operands."""
     operands = (v for x in operands_of(node) for v in values_of(x))
     return sum(math.prod(v.shape) for v in values_of(node)) > sum(math.prod(v.shape) for v in operands)

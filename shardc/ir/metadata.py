@@ -3,7 +3,7 @@
     linear_1_sum = ops.all_reduce(linear_1, mesh, ...)  # f32[8@dp, 64] grad | all_reduce/none tp 1024 "spec.yaml:3 ..."
                                                           ------- Value ----   ------------- Collective --------------
 
-All keys of `node.meta` that passes may rely on
+Keys of `node.meta` that several passes share
     in every graph
         "value"       Value, or a tuple of them for an op with several results (None for mesh and rng)
         "source"      Source: the model's module and line that the op came from (shardc.ir.source)
@@ -13,7 +13,7 @@ All keys of `node.meta` that passes may rely on
         "shared"      digits of axes over which a weight's heads are shared: their ranks hold the same ones
         "cause"       {axis: spec line that split the value}
         "strategies"  {axis: Strategy by which the op runs}
-        "why"         {axis: why placement chose that strategy}
+        "why"         {axis: the spec line behind that strategy}
         "spec_line"   the spec line that inserted the op
         "mixed"       True, on casts of mixed precision: only these casts to fewer bits may round summands
     in the graphs of stages

@@ -23,8 +23,8 @@ class HostCopy:
 class OffloadPlaces:
     """Where a rank keeps idle state: "none" (on its device), "cpu", or a directory for files.
 
-    optimizer: the optimizer's state; parameters: at zero 3, this rank's parts of them; page_mb: megabytes of the
-    optimizer's state that are on the device at a time.
+    optimizer: the optimizer's state; parameters: at zero 3, this rank's parts of them; page_mb: megabytes of parameters
+    in a page of the optimizer's step.
     """
 
     optimizer: str = "none"

@@ -51,8 +51,8 @@ def matmul(call: Call) -> Signature:
 rule(aten.matmul.default, matmul, linear="0 | 1", flops=_flops)
 
 
-def einsum(call: Call) -> Signature:
-    """Split as the equation says: letters not in the result are summed, repeated letters stay whole."""
+def _einsum_dims(call: Call) -> tuple[list[list[str]], list[str]]:
+    """Return the letter of each dim of the operands and of the result."""
     equation = call.args[0].replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -67,14 +67,22 @@ def einsum(call: Call) -> Signature:
         # the dims of an ellipsis broadcast: they are counted from the right
         return [*head, *(f"e{i}" for i in range(max(unnamed) - count, max(unnamed))), *tail]
 
-    ins = [dims(t, v.shape) for t, v in zip(terms, call.operands, strict=True)]
-    out = dims(right, call.results[0].shape)
+    return [dims(t, v.shape) for t, v in zip(terms, call.operands, strict=True)], dims(right, call.results[0].shape)
+
+
+def einsum(call: Call) -> Signature:
+    """Split as the equation says: letters not in the result are summed, repeated letters stay whole."""
+    ins, out = _einsum_dims(call)
     marks = {f: "+" for o in ins for f in o if f not in out} | {f: "!" for o in ins for f in o if o.count(f) > 1}
     return call.fit([[f + marks.get(f, "") for f in o] for o in ins], [out])
 
 
 def _einsum_flops(call: Call) -> int:
-    return 2 * math.prod(einsum(call).sizes.values())
+    ins, out = _einsum_dims(call)
+    summed: dict[str, int] = {}
+    for letters, v in zip(ins, call.operands, strict=True):
+        summed |= {f: max(n, summed.get(f, 1)) for f, n in zip(letters, v.shape, strict=True) if f not in out}
+    return 2 * math.prod((*call.results[0].shape, *summed.values()))
 
 
 rule(aten.einsum.default, einsum, linear=each_operand, flops=_einsum_flops)

@@ -6,10 +6,11 @@ fields.py        kinds of values, such as an axis          names.py           pa
                                                            foreign_words.py   words of other libraries, as hints
 
 The grammar of the sections:
-shard_section.py       shard, activations, outputs         batch_section.py       batch, sequence
-data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, execution
+shard_section.py       shard, activations, outputs         batch_section.py       batch
+data_section.py        data: gradients, ZeRO, offload      sequence_section.py    sequence
 module_sections.py     experts                             precision_section.py   precision, 8-bit products
-run_section.py         run, how `shardc run` trains        optional features add theirs: shardc.features
+run_section.py         run, how `shardc run` trains        step_sections.py       pipeline, checkpoint, loss, execution
+                                                           optional features add theirs: shardc.features
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import nearest
 from shardc.spec import yaml_reader
-from shardc.spec.batch_section import Batch, Sequence
+from shardc.spec.batch_section import Batch
 from shardc.spec.check import Check, data_axes, resolve_mesh
 from shardc.spec.data_section import Data
 from shardc.spec.explain import check_form
@@ -38,6 +39,7 @@ from shardc.spec.names import Names
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.schema import Form, On, whole_form
+from shardc.spec.sequence_section import Sequence
 from shardc.spec.shard_section import DimShard, Style, Use
 from shardc.spec.step_sections import Checkpoint, Execution, Loss, Pipeline
 from shardc.spec.yaml_reader import Document, Places, say

@@ -10,10 +10,11 @@ from typing import Any
 from shardc.errors import Errors
 from shardc.ir.mesh import MAX_RANKS, Mesh
 from shardc.ir.patterns import nearest
-from shardc.spec.batch_section import Batch, Sequence
+from shardc.spec.batch_section import Batch
 from shardc.spec.data_section import Data
 from shardc.spec.module_sections import EXPERTS_AXIS
 from shardc.spec.schema import Form
+from shardc.spec.sequence_section import Sequence
 from shardc.spec.shard_section import DimShard
 from shardc.spec.yaml_reader import Path, Places, reach
 

@@ -16,12 +16,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model
 
 from shardc import optional
-from shardc.spec.batch_section import Batch, Sequence
+from shardc.spec.batch_section import Batch
 from shardc.spec.data_section import Data
 from shardc.spec.fields import Count, Pattern, Section, as_tuple, mesh_axis, wrong
 from shardc.spec.module_sections import Expert
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
+from shardc.spec.sequence_section import Sequence
 from shardc.spec.shard_section import Boundary, Dims, DimsOrWhole, ShardForm, ShardSection
 from shardc.spec.step_sections import Checkpoint, Execution, Loss, Pipeline
 from shardc.spec.yaml_reader import say

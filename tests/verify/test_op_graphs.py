@@ -128,6 +128,17 @@ class Strided(nn.Module):
         return self.p.as_strided((5, 3), (4, 1), 2).square().sum() + turned.as_strided((12, 3), (1, 12)).square().sum()
 
 
+class EachRow(nn.Module):
+    """A parameter has a row for each of the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(48.0, dtype=torch.float64).view(4, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,bi->b", x, self.p).square().sum()
+
+
 class Equal(nn.Module):
     """All entries are equal: torch's gradient of their deviation is zero."""
 
@@ -356,6 +367,11 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             Twice,
             {"mesh": {"tp": 3}, "batch": {"axes": []}, "uneven": "pad", "activations": {"product": {0: "tp"}}},
             id="of a value that is made twice the second layout was not known",
+        ),
+        pytest.param(
+            EachRow,
+            {"mesh": {"pp": 2}, "batch": {"microbatches": 2}, "pipeline": {"axis": "pp"}},
+            id="flops of a sum of products took an input's rows for those of a microbatch",
         ),
         pytest.param(
             Merged,

@@ -80,7 +80,7 @@ class Reshard:
 
 def move_weights(old: End, other: Any) -> Reshard:
     """Move weights to another end, or its owner; raise ShardcError if there is none. Collective."""
-    new: End | None = getattr(other, "weights_end", None)
+    new: End | None = getattr(other, "weights_holder", None)
     if new is None:
         fault = f"a {type(other).__name__} holds no weights of a program"
         fix = "pass an engine, or the result of program.forward or program.module"

@@ -13,9 +13,8 @@ from shardc.ir.placement import Partial, Placement, Shard
 class Strategy:
     """One way to run an op on one axis: the placement of every operand and of every result.
 
-    kind: "replicate" | "partial_grad" | "partial" | "split" | the name of an extra strategy.
-    factor: for "split": its name, with "/d" if major digits of product d come before it within the factor, or
-    " by sections".
+    kind: "replicate" | "partial_grad" | "partial" | "split" | "pin" | the name of an extra strategy.
+    factor: for "split": its name, then "/d" if d parts of it are each split, " by sections", " mirrored".
     """
 
     kind: str

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardc.ir.graph import operands_of, repeats, values_of
+from shardc.ir.graph import enlarges, operands_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Partial, Placement, Shard
 from shardc.rules.core import registry
@@ -207,6 +207,6 @@ def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
         moves = rule is not None and rule.linear == ((0,),)
-        if operands and operands[0] in weights and moves and not repeats(node):
+        if operands and operands[0] in weights and moves and not enlarges(node):
             weights.add(node)
     return weights

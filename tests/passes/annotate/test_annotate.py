@@ -340,6 +340,11 @@ def test_an_entry_without_effect_is_an_error() -> None:
         shardc.compile(model, batch, spec, prove=False)
 
 
+def test_a_batch_without_rows_is_refused() -> None:
+    with pytest.raises(ShardcError, match=r"input '\w+' has no rows \(dim 0\).*\n  fix: compile with a global batch"):
+        shardc.compile(nn.Linear(4, 4), torch.randn(0, 4), {"shardc": 1, "mesh": {"dp": 1}}, loss=lambda o, _: o.sum())
+
+
 def test_inputs_that_disagree_about_rows() -> None:
     differs = r"'positions' has 3 rows \(dim 0\), but 'x' has 8"
     fix = r"if the rows of 'positions' are its dim 1, write `batch: \{dims: \{positions: 1\}\}`"

@@ -26,7 +26,7 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.stored import Input
-from shardc.runtime.data.loader import Loader
+from shardc.runtime.data.loader import Loader, Rest
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from tests import example_program, warm
@@ -640,6 +640,14 @@ def test_a_rest_needs_the_model() -> None:
         Loader(program, Rank(0), Numbers(21), drop_last=False)
 
 
+def test_data_shorter_than_a_batch_are_a_rest_if_the_model_can_be_compiled_for_them() -> None:
+    (part,) = Loader(compiled({"dp": 2}), Rank(0), Numbers(3), drop_last=False, shuffle=False)
+    assert isinstance(part, Rest)
+    for program, size in ((compiled({"dp": 2}), 0), (replace(compiled({"dp": 2}), resize=None), 3)):
+        with pytest.raises(ShardcError, match=f"the dataset has {size} samples, fewer than one global batch of 8"):
+            Loader(program, Rank(0), Numbers(size), drop_last=False)
+
+
 def test_a_stream_that_ends_too_early() -> None:
     with pytest.raises(ShardcError, match=r"the dataset ends before one global batch of 8 samples"):
         list(Loader(compiled({"dp": 2}), Rank(0), Endless(5)))
@@ -671,7 +679,7 @@ def test_inputs_that_no_part_can_be_read_of() -> None:
     pair = Mesh((("dp", 2),))
     with pytest.raises(
         ShardcError,
-        match=r"x: its size \[5\] does not divide over the ranks, so the parts of the last ranks would be padded",
+        match=r"x: its size \[5\] does not divide over the ranks: the last parts would be padded",
     ):
         Loader(laid(pair, x=((5,), {"dp": Shard(0, padding=1)})), Rank(0), range(8))
     with pytest.raises(ShardcError, match=r"y: its batch dim is not split into the same whole samples"):
