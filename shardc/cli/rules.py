@@ -37,11 +37,11 @@ def command(
     --check proves the rules of a file, forward and backward, on 2, 3, 4, 6 parts and on two axes.
     """
     with reporting(debug, as_json) as show:
+        from shardc.ir.types import full_op_name
         from shardc.report.rule_table import TAGGED, check_text, row, rule_table
         from shardc.rules.core.sample_calls import SAMPLES
-        from shardc.verify.rules.case import name_of
         from shardc.verify.rules.check import check_op
-        from shardc.verify.rules.too_strict import too_strict
+        from shardc.verify.rules.prove import too_strict
 
         rules = _rules(ops or [], file)
         rows = [row(op, r) for op, r in rules.items()]
@@ -51,7 +51,7 @@ def command(
             return
         if unproven := [op for op in rules if op not in SAMPLES]:
             raise ShardcError(
-                f"there is no sample call of {name_of(unproven[0])} on which its rule could be proven",
+                f"there is no sample call of {full_op_name(unproven[0])} on which its rule could be proven",
                 where="shardc rules --check",
                 fix="name a file that registers rules with samples (--file); those of shardc's own rules are in its"
                 " tests: pytest tests/rules",
@@ -66,9 +66,9 @@ def command(
 
 def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
     """Return the rules that the command names: those that match, else those of the file, else all."""
+    from shardc.ir.types import full_op_name
     from shardc.rules import RULES
     from shardc.rules.core.registry import find
-    from shardc.verify.rules.case import name_of
 
     before = set(RULES)
     if file:
@@ -84,11 +84,11 @@ def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
     selected: dict[Any, Rule] = {}
     for pattern in patterns:
         globs = (pattern, f"{pattern}.*")
-        matches = {op: r for op, r in RULES.items() if any(fnmatch.fnmatchcase(name_of(op), g) for g in globs)}
+        matches = {op: r for op, r in RULES.items() if any(fnmatch.fnmatchcase(full_op_name(op), g) for g in globs)}
         if not matches and (op := _op(pattern)) is not None and (rule := find(op)) is not None:
             matches = {op: rule}
         if not matches:
-            names = list(map(name_of, RULES))
+            names = list(map(full_op_name, RULES))
             stems = dict.fromkeys(n.rpartition(".")[0] for n in names)
             near = nearest(pattern, names if pattern.count(".") > 1 else stems)
             fix = f"did you mean {near}?" if near else "`shardc rules` lists all; --file loads yours"

@@ -12,8 +12,9 @@ from textwrap import wrap
 from typing import Any
 
 from shardc import errors
+from shardc.ir.types import full_op_name
 from shardc.rules.core.registry import Rule
-from shardc.verify.rules.case import Finding, name_of
+from shardc.verify.rules.case import Finding
 from shardc.verify.rules.check import OpReport
 
 #: Number of findings of one op that are printed; the rest is counted.
@@ -55,15 +56,14 @@ def row(op: Any, rule: Rule) -> RuleRow:
     linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(name_of(op), text, linear, about, "own" if foreign else path.stem, extras, where)
+    return RuleRow(full_op_name(op), text, linear, about, "own" if foreign else path.stem, extras, where)
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:
     """Format one line for each rule, by family; descriptions of functions that make rules come first."""
     lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
-    by_family = {
-        f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
-    }
+    ordered = sorted(rows, key=lambda r: (r.family == "own", r.family))
+    by_family = {f: list(g) for f, g in groupby(ordered, lambda r: r.family)}
     for family, members in by_family.items():
         about = {name: text for r in members for name, text in r.about.items() if text}
         lines += [("",), (f"# {family}",)]

@@ -124,74 +124,64 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
     else:
         fault = f"on random weights and inputs {why}: nothing can be compared"
         return not_compared("loss", fault, "compare with real weights: shardc.verify.simulate(program, model, batch)")
-    pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
     try:
         sim = simulate(double, weights, batch, seed=seed)
     except ReplicasDifferError as e:
         return not_compared(e.where, e.what, e.fix)
+    #: (name, what it is, on one device, on the ranks)
+    pairs: list[tuple[str, str, Tensor | None, Tensor | None]] = []
     if not program.forward_only:
         loss.backward()  # type: ignore[no-untyped-call]
-        pairs = [("loss", loss.detach(), sim.loss)]
+        pairs = [("loss", "the loss", loss.detach(), sim.loss)]
     for p in (p for p in double.params if p.requires_grad):
         gradient = params[p.name].grad
         one_by_one = {} if gradient is None else p.by_name(gradient)
-        pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
-    pairs += [(b.fqn, updated[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
-    (findings, of_compiled), worst = _compiled(program, seed) if compiled else ([], None), 0.0
+        pairs += [(n, "its gradient", one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
+    for b in (b for b in double.buffers if b.updated):
+        pairs.append((b.fqn, "its new value", updated[b.name].detach(), sim.state[b.fqn]))
+    findings, of_compiled = _compiled(program, seed) if compiled else ([], None)
     # a gradient that is zero in exact arithmetic (a key's bias: softmax ignores it) is only rounding on both sides:
     # compare it relative to the norm of all gradients
-    floor = 1e-3 * float(
-        sum((_wide(g).norm().square() for n, g, _ in pairs if n != "loss" and g is not None), torch.zeros(())).sqrt()
-    )
-    named = divided(double, {name: x.detach() for name, x in outputs.items()})
-    off_by = [(name, difference(one, many, 0.0 if name == "loss" else floor)) for name, one, many in pairs]
-    off_by += [(f"output {name!r}", _of_output(x, sim.outputs[name])) for name, x in named.items()]
-    values = {name: many for name, one, many in pairs if many is not None and one is not None and _all_finite(one)}
-    broken = {name: x for name, x in values.items() if not _all_finite(x)}
-    op = op_on_ranks(double, weights, batch, seed) if broken else ""
-    for name, off in off_by:
-        worst = max(worst, off, key=lambda x: math.inf if math.isnan(x) else x)
-        if not off <= TOLERANCE:
-            fault = (
-                f"the {name.partition(' ')[0]}"
-                if name == "loss" or name.startswith("output ")
-                else "its gradient"
-                if name in {n for p in double.params for n in p.names}
-                else "its new value"
-            )
-            message = f"{fault} differs from one device by {off:.1e} relative"
-            if (bad := broken.get(name)) is not None:
-                message = f"{fault} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device"
-                message += f"; {op}" if op else ""
-            findings.append(Finding(name, message, "a bug in shardc or in a rule of your own: please report it"))
+    norms = [_wide(one).norm().square() for n, _, one, _ in pairs if n != "loss" and one is not None]
+    floor = 1e-3 * float(sum(norms, torch.zeros(())).sqrt())
+    off_by = [difference(one, many, 0.0 if name == "loss" else floor) for name, _, one, many in pairs]
+    for name, x in divided(double, {name: x.detach() for name, x in outputs.items()}).items():
+        pairs.append((f"output {name!r}", "the output", x, sim.outputs[name]))
+        off_by.append(_of_output(x, sim.outputs[name]))
+    op: str | None = None
+    for (name, kind, one, many), off in zip(pairs, off_by, strict=True):
+        if off <= TOLERANCE:
+            continue
+        message = f"{kind} differs from one device by {off:.1e} relative"
+        if one is not None and many is not None and bool(one.isfinite().all()) and not bool(many.isfinite().all()):
+            op = op_on_ranks(double, weights, batch, seed) if op is None else op
+            message = f"{kind} is {many[~many.isfinite()][0].item()} on the ranks, and finite on one device"
+            message += f"; {op}" if op else ""
+        findings.append(Finding(name, message, "a bug in shardc or in a rule of your own: please report it"))
+    worst = max(off_by, key=lambda x: math.inf if math.isnan(x) else x, default=0.0)
     return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, of_compiled)
-
-
-def _all_finite(x: Tensor) -> bool:
-    return bool(x.isfinite().all())
 
 
 def _compiled(program: Program, seed: int) -> tuple[list[Finding], float | None]:
     """Compare the compiled step with the same step line by line. Return findings and the worst difference."""
     if not any(fused_regions(g) for s in program.stages if s.joint is not None for g in s.joint.graphs.values()):
+        fault, fix = "nothing of this program is compiled", "write `execution: {compile: layers}` in the spec"
         if program.spec is not None and program.spec.execution.compile == "layers":
-            reason = "no lines of this program are worth compiling: calling them as one costs what it saves"
-            return [Finding("execution.compile", reason, "compile it for a larger batch")], None
-        fix = "write `execution: {compile: layers}` in the spec"
-        return [Finding("execution.compile", "nothing of this program is compiled", fix)], None
+            fault = "no lines of this program are worth compiling: calling them as one costs what it saves"
+            fix = "compile it for a larger batch"
+        return [Finding("execution.compile", fault, fix)], None
     weights, batch = random_state(program, seed), random_inputs(program, seed)
     plain, compiled = (simulate(p, weights, batch, seed=seed) for p in (without_fused_regions(program), program))
     values = (v for s in program.stages for n in s.graph.nodes for v in values_of(n))
     limit = max(OF_COMPILED.get(d, TOLERANCE) for d in {v.dtype for v in values if v.dtype.is_floating_point})
     floor = 1e-3 * max((float(_wide(g).norm()) for g in plain.grads.values()), default=0.0)
-    names = dict.fromkeys((*plain.grads, *compiled.grads))
+    named = {f"the gradient of {n}": (plain.grads.get(n), compiled.grads.get(n)) for n in plain.grads | compiled.grads}
+    named |= {n: (x, compiled.state[n]) for n, x in plain.state.items()}
     off_by = {"loss": difference(plain.loss, compiled.loss)}
-    off_by |= {f"the gradient of {n}": difference(plain.grads.get(n), compiled.grads.get(n), floor) for n in names}
-    off_by |= {n: difference(x, compiled.state[n], floor) for n, x in plain.state.items()}
-    fix = "a bug in shardc: please report it, and leave `compile` out"
+    off_by |= {n: difference(*pair, floor) for n, pair in named.items()}
     fault = "compiled, differs from the step line by line by {:.1e} relative"
-    findings = [Finding(n, fault.format(off), fix) for n, off in off_by.items() if not off <= limit]
-    return findings, max(off_by.values())
+    fix = "a bug in shardc: please report it, and leave `compile` out"
+    return [Finding(n, fault.format(off), fix) for n, off in off_by.items() if not off <= limit], max(off_by.values())
 
 
 def difference(one: Tensor | None, many: Tensor | None, floor: float = 0.0) -> float:

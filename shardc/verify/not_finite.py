@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from shardc.ir.fused_regions import without_fused_regions
-from shardc.ir.graph import copy_graph, is_call, source_of
+from shardc.ir.graph import calls, copy_graph, source_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -22,73 +21,51 @@ def op_on_ranks(program: Program, model: Any, batch: Any, seed: int) -> str:
     Forward: the op of the first nan on any rank, or of the inf that led to it. If forward has no nan: the op whose
     backward makes a gradient that is not finite. The op is named with its module and line in the model.
     """
-    forward, backward = _Seen(), _Seen()
     program = without_fused_regions(program)
-    watched = replace(program, stages=tuple(_watched(s, forward, backward) for s in program.stages), pairs=())
+    graphs = {s.name: list(s.joint.graphs.values()) if s.joint is not None else [s.graph] for s in program.stages}
+    bad: dict[fx.Node, bool] = {}  # lines that have nan (True) or only inf on a rank
+
+    def looking(graph: fx.Graph) -> fx.Graph:
+        """Return a copy of a graph that looks at the results of each line."""
+        env: dict[fx.Node, fx.Node] = {}
+        copy = copy_graph(graph, env)
+        for n in calls(graph):
+
+            def look(result: Any, line: fx.Node = n) -> None:
+                for x in result if isinstance(result, tuple) else (result,):
+                    if isinstance(x, Tensor) and not bool((y := x.detach()).isfinite().all()):
+                        bad.setdefault(line, False)
+                        if bool(y.isnan().any()):
+                            bad[line] = True
+
+            with copy.inserting_after(env[n]):
+                copy.call_function(look, (env[n],))
+        return copy
+
+    def watched(s: Stage) -> Stage:
+        copies = map(looking, graphs[s.name])
+        return replace(s, graph=next(copies)) if s.joint is None else replace(s, joint=Joint(*copies))
+
+    looked_at = replace(program, stages=tuple(map(watched, program.stages)), pairs=())
 
     def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(watched, model, None, seed, mesh=mesh, check=False)
-        if watched.forward_only:
+        engine = Engine(looked_at, model, None, seed, mesh=mesh, check=False)
+        if program.forward_only:
             engine.evaluate(batch)
         else:
             engine.backward(batch)
 
-    loopback(watched.mesh, work)
+    loopback(program.mesh, work)
     for s in program.stages:
-        graph = s.graph if s.joint is None else s.joint.forward
-        if nan := next((n for n in graph.nodes if n in forward.nan), None):
-            op = _op(_origin(nan, forward.nan | forward.inf), s)
-            return f"{op} is the first result that is not finite"
+        if line := next((n for n in graphs[s.name][0].nodes if bad.get(n)), None):
+            while operand := next((x for x in line.all_input_nodes if x in bad), None):
+                line = operand
+            return f"{_op(line, s)} is the first result that is not finite"
     for s in reversed(program.stages):
-        bad = backward.nan | backward.inf
-        for graph in s.joint.graphs.values() if s.joint is not None else ():
-            if first := next((n for n in graph.nodes if n in bad), None):
-                return f"backward of {_op(first, s)} makes the first gradient that is not finite"
+        for graph in graphs[s.name][1:]:
+            if line := next((n for n in graph.nodes if n in bad), None):
+                return f"backward of {_op(line, s)} makes the first gradient that is not finite"
     return ""
-
-
-@dataclass
-class _Seen:
-    """Lines that have nan or inf in a result on any rank."""
-
-    nan: set[fx.Node] = field(default_factory=set)
-    inf: set[fx.Node] = field(default_factory=set)
-
-    def look(self, n: fx.Node, result: Any) -> None:
-        for x in result if isinstance(result, tuple) else (result,):
-            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
-                for nodes, test in ((self.nan, torch.isnan), (self.inf, torch.isinf)):
-                    if bool(test(x.detach()).any()):
-                        nodes.add(n)
-
-
-def _watched(stage: Stage, forward: _Seen, backward: _Seen) -> Stage:
-    if stage.joint is None:
-        return replace(stage, graph=_looking(stage.graph, forward))
-    first, *others = stage.joint.graphs.values()
-    return replace(stage, joint=Joint(_looking(first, forward), *(_looking(g, backward) for g in others)))
-
-
-def _looking(graph: fx.Graph, seen: _Seen) -> fx.Graph:
-    """Return a copy of a graph that passes the result of each line to `seen`."""
-    env: dict[fx.Node, fx.Node] = {}
-    copy = copy_graph(graph, env)
-    for n in graph.nodes:
-        if is_call(n):
-
-            def look(result: Any, line: fx.Node = n) -> None:
-                seen.look(line, result)
-
-            with copy.inserting_after(env[n]):
-                copy.call_function(look, (env[n],))
-    return copy
-
-
-def _origin(node: fx.Node, bad: set[fx.Node]) -> fx.Node:
-    """Follow operands that are not finite back from a node to the first one."""
-    while operand := next((x for x in node.all_input_nodes if x in bad), None):
-        node = operand
-    return node
 
 
 def _op(line: fx.Node, stage: Stage) -> str:

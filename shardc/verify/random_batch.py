@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.ir.graph import placeholders
+from shardc.ir.graph import placeholders, values_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
+from shardc.ir.types import op_name
+from shardc.verify.to_float64 import wide
 
 
 def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str, Tensor]:
@@ -27,7 +29,7 @@ def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str,
         if not x.dtype.is_floating_point and not x.dtype.is_complex:
             value = torch.full(x.shape, integers, dtype=x.dtype)
         else:
-            noise = torch.randn(x.shape, generator=generator, dtype=_widest(x.dtype))
+            noise = torch.randn(x.shape, generator=generator, dtype=wide(x.dtype))
             center = 1 if isinstance(x, Param) else 0.5  # gains; variances, and rates r where sqrt(1 - r) is taken
             value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else center + 0.1 * noise).to(x.dtype)
         state |= x.by_name(value)
@@ -46,7 +48,7 @@ def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> An
     for x in program.inputs:
         if x.dtype.is_floating_point or x.dtype.is_complex:
             draw = torch.rand if fractions else torch.randn
-            leaves[x.path] = draw(x.shape, generator=generator, dtype=_widest(x.dtype)).to(x.dtype)
+            leaves[x.path] = draw(x.shape, generator=generator, dtype=wide(x.dtype)).to(x.dtype)
         else:
             limit = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
             bound = min(limit, min(_bounds(nodes[x.name]), default=2))
@@ -54,28 +56,17 @@ def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> An
     return _nest(leaves)
 
 
-def _widest(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
-
-
 def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
     """Yield the sizes of what an integer value indexes: rows of an embedding, classes of a loss."""
     seen = seen if seen is not None else set()
-    for user in node.users:
-        if user in seen or user.op != "call_function":
-            continue
+    for user in (u for u in node.users if u.op == "call_function" and u not in seen):
         seen.add(user)
-        name = getattr(user.target, "__name__", str(user.target))
-        first = user.args[0] if user.args else None
-        shape: tuple[int, ...] = (
-            first.meta["value"].shape
-            if isinstance(first, fx.Node) and isinstance(first.meta.get("value"), Value)
-            else ()
-        )
+        name, first = op_name(user.target), user.args[0] if user.args else None
+        shapes = [v.shape for v in values_of(first)] if isinstance(first, fx.Node) else []
         if name.startswith("embedding") and node is not first:
-            yield shape[0]
+            yield shapes[0][0]
         elif name == "nll" and node is not first:
-            yield shape[1 if len(shape) > 1 else 0]
+            yield shapes[0][1 if len(shapes[0]) > 1 else 0]
         elif name.startswith("one_hot"):
             yield user.meta["value"].shape[-1]
         elif isinstance(user.meta.get("value"), Value) and not user.meta["value"].dtype.is_floating_point:
@@ -85,9 +76,6 @@ def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
 def _nest(leaves: dict[tuple[str | int, ...], Tensor]) -> Any:
     if set(leaves) == {()}:
         return leaves[()]
-    heads: dict[str | int, dict[tuple[str | int, ...], Tensor]] = {}
-    for path, leaf in leaves.items():
-        heads.setdefault(path[0], {})[path[1:]] = leaf
-    if all(isinstance(k, int) for k in heads):
-        return tuple(_nest(heads[k]) for k in sorted(heads, key=int))
-    return {k: _nest(v) for k, v in heads.items()}
+    heads = dict.fromkeys(path[0] for path in leaves)
+    parts = {h: _nest({path[1:]: leaf for path, leaf in leaves.items() if path[0] == h}) for h in heads}
+    return tuple(parts[k] for k in sorted(parts, key=int)) if all(isinstance(k, int) for k in parts) else parts

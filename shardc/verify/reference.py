@@ -24,22 +24,18 @@ def interpret(
     rng: a shardc.runtime.rng.Rng; needed by graphs with dropout or BatchNorm only.
     Returns (loss, {name of an updated buffer: its new value}, {name of an output: its value}); differentiable.
     """
-    arguments: list[Any] = [None, rng]
-    arguments += [params[p.name] if p.name in params else p.whole(params) for p in program.params]
-    arguments += [
-        b.constant if b.constant is not None else _find(buffers, b.name, b.fqn, *b.aliases) for b in program.buffers
-    ]
-    arguments += [_find(inputs, i.name) for i in program.inputs]
-    loss, values = fx.GraphModule(nn.Module(), graph or program.graph)(*arguments)
+    weights = [params[p.name] if p.name in params else p.whole(params) for p in program.params]
+    stored = [_find(buffers, b.name, b.fqn, *b.aliases) if b.constant is None else b.constant for b in program.buffers]
+    batch = [_find(inputs, i.name) for i in program.inputs]
+    loss, values = fx.GraphModule(nn.Module(), graph or program.graph)(None, rng, *weights, *stored, *batch)
     updated = [b.name for b in program.buffers if b.updated]
     outputs = dict(zip((o.name for o in program.outputs), values[len(updated) :], strict=True))
     return loss, dict(zip(updated, values, strict=False)), outputs
 
 
 def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:
-    for name in names:
-        if name in tensors:
-            return tensors[name]
+    if name := next((name for name in names if name in tensors), None):
+        return tensors[name]
     raise KeyError(f"no tensor for {names[0]!r}")
 
 

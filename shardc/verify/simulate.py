@@ -108,12 +108,11 @@ def simulate(
         result: Any = None
         if program.forward_only:
             result = torch.tensor(float("nan")), engine.evaluate(batch, gather=True)
-        for step in range(steps if not program.forward_only else 0):
+        for _ in range(steps if not program.forward_only else 0):
             mesh.records.clear()
             result = engine.backward(batch, gather=True)
-            last = step == steps - 1
-            raw_grads = {n: p.grad for n, p in engine.owned.items()} if last else {}
-            grads = {n: g.as_subclass(Tensor).clone() if g is not None else None for n, g in raw_grads.items()}
+            raw = {n: p.grad for n, p in engine.owned.items()}
+            grads = {n: g.as_subclass(Tensor).clone() if g is not None else None for n, g in raw.items()}
             engine.update()
         records = list(mesh.records)
         wholes = {n: x.clone() for n, x in engine.wholes().items()}
@@ -142,21 +141,17 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
     grads: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     for p in program.params:
-        parts = {i: r.grads[p.name] for i, r in enumerate(ranks) if p.name in r.grads}
-        if not any(g is not None for g in parts.values()):
+        owned = {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}
+        given = {i: g for i in owned if (g := ranks[i].grads.get(p.name)) is not None}
+        if not given:
             continue
-        for rank, g in parts.items():
-            if g is None and ranks[rank].params[p.name].numel():
-                fault = f"rank {rank} has no gradient of it, and others have"
-                raise ReplicasDifferError(fault, p.fqn)
-        pieces = {
-            i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
-        }  # a rank without elements has no gradient
-        grads |= p.by_name(_join(program, p, _local(program, p, pieces), "the gradient of "))
+        if lacking := [i for i, x in owned.items() if i not in given and x.numel()]:
+            raise ReplicasDifferError(f"rank {lacking[0]} has no gradient of it, and others have", p.fqn)
+        # a rank without elements has no gradient
+        grads |= p.by_name(_join(program, p, _local(program, p, owned | given), "the gradient of "))
     for p in program.params:
-        whole = _join(
-            program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), ""
-        )
+        owned = {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}
+        whole = _join(program, p, _local(program, p, owned), "")
         for rank, r in enumerate(ranks):  # ops must see the updated parameters
             if p.name in r.wholes:
                 seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
@@ -215,11 +210,7 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
 
 def _causes(program: Program) -> dict[str, str]:
     """Return the cause of each collective, by the tag of its record."""
+    nodes = [n for stage in program.stages for n in stage.graph.nodes]
+    collectives: dict[str, Collective] = {n.name: n.meta["collective"] for n in nodes if n.meta.get("collective")}
     causes = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
-    causes["grad_norm"] = "norm of the gradients"
-    for stage in program.stages:
-        for n in stage.graph.nodes:
-            collective: Collective | None = n.meta.get("collective")
-            if collective is not None:
-                causes[n.name] = collective.cause
-    return causes
+    return {**causes, "grad_norm": "norm of the gradients", **{name: c.cause for name, c in collectives.items()}}

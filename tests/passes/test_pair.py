@@ -24,7 +24,7 @@ from shardc.passes.joint.seconds import Seconds
 from shardc.report.comm import comm_rows
 from shardc.runtime import ops
 from shardc.runtime.schedule import of as schedule_of
-from shardc.verify.static.pair_halves import halves
+from shardc.verify.static.joint_graphs import halves
 from tests import zoo
 from tests.passes.test_joint import SP, TP, built, compiled, momentum, same
 from tests.passes.test_overlap import Block, Routed
@@ -132,11 +132,11 @@ def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) 
         assert forward is not None
         assert other is not None
         prefix = second_prefix(p.kind, forward.forward)
-        first, then = halves(program, p.graph, prefix)
+        first, then = halves(program, p)
         second = [g for w, g in other.graphs.items() if (w == "forward") == (p.kind == "FF")]
         for half, texts in ((first, [forward.forward]), (then, second)):
             lines = sorted(n.name for text in texts for n in text.nodes if n.op == "call_function")
-            assert sorted(n.name for n in half.nodes if n.op == "call_function") == lines
+            assert sorted(n.name.removeprefix(half.prefix) for n in half.nodes if n.op == "call_function") == lines
         for text in forward.graphs.values():  # what its tapes take is known from forward's lines
             overlap.OrderedGraph(text, seconds, sizes)
         for text in other.graphs.values():

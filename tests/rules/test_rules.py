@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Shard
 from shardc.ir.shard_chunks import chunks
+from shardc.ir.types import full_op_name
 from shardc.rules import RULES, Rule, Strategy, find, rule
 from shardc.rules.views import walk
-from shardc.verify.rules.case import Case, name_of
+from shardc.verify.rules.case import Case
 from shardc.verify.rules.compare import differs, dual, spread
-from shardc.verify.rules.too_strict import too_strict
+from shardc.verify.rules.prove import too_strict
 from tests.rules.making import prove
 from tests.rules.samples import SAMPLES, Tensors, call
 from tests.rules.torch_ops import KNOWN, checked
@@ -39,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert [name_of(op) for op in RULES if op not in SAMPLES] == []
+    assert [full_op_name(op) for op in RULES if op not in SAMPLES] == []
 
 
 #: On a CPU torch's own is no exponential in so few bits: 1e30 for a matrix of 0.1 (2.11, 2.13), and nan.
@@ -47,7 +48,7 @@ UNFIT = (aten.matrix_exp.default, ", bfloat16")
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("op", SAMPLES, ids=name_of)
+@pytest.mark.parametrize("op", SAMPLES, ids=full_op_name)
 def test_rule_equals_the_whole_op_and_is_not_too_strict(op: Any) -> None:
     report, strict = checked(op, SAMPLES[op])
     wrong = [f for f in report.wrong if not (op == UNFIT[0] and f.strategy.endswith(UNFIT[1]))]

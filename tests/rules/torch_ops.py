@@ -1,18 +1,17 @@
-"""Prove shardc's own rules on more calls than a user's: other spellings of torch's arguments, and broadcasting; with
-what is known of torch's ops.
-"""
+"""Prove shardc's rules on more calls than a user's: torch's arguments spelled otherwise, and broadcasting."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from shardc.ir.types import full_op_name
 from shardc.rules.core.sample_calls import Arguments, Sample, Tensors
 from shardc.torch_private import OpOverload
 from shardc.verify.rules import variants
-from shardc.verify.rules.case import UNDEFINED, Case, Finding, name_of
+from shardc.verify.rules.case import UNDEFINED, Case, Finding
 from shardc.verify.rules.check import OpReport, check_op
-from shardc.verify.rules.too_strict import too_strict
+from shardc.verify.rules.prove import too_strict
 
 #: They do not check that their operands fit together: run on what does not, they read and write beside them.
 TRUSTING = {
@@ -60,6 +59,7 @@ SWITCHES = {
 _HEADS = "fused kernels want q, k and v of one head size"
 _CONSTANT = "a constant: its operand gives only shape or dtype"
 _WEIGHTS = "a norm's weights that are still to be summed over ranks do not occur"
+_FEW = "boundaries are few: counting below a part of them and adding up saves nothing"
 _EMPTY = "only because the other operands are empty"
 #: (op, what) that a rule forbids though it would be right, and why it stays so.
 KNOWN = {
@@ -74,10 +74,7 @@ KNOWN = {
     ("aten.zeros_like.default", "linear in 0"): _CONSTANT,
     ("aten.new_zeros.default", "linear in 0"): _CONSTANT,
     ("aten.new_zeros.default", "split x0_0, sum"): _CONSTANT,
-    (
-        "aten.bucketize.Tensor",
-        "split x1_0, sum",
-    ): "boundaries are few: counting below a part of them and adding up saves nothing",
+    ("aten.bucketize.Tensor", "split x1_0, sum"): _FEW,
     ("aten.cat.default", "linear in 0"): _EMPTY,
     ("aten.cat.default", "linear in 0 2"): _EMPTY,
     ("aten.index.Tensor", "split i0_0 = o0_0"): "a mask makes sizes that depend on data: such graphs are not captured",
@@ -92,19 +89,19 @@ KNOWN = {
 
 def checked(op: Any, samples: list[Sample]) -> tuple[OpReport, list[Finding]]:
     """The check of an op of torch or of shardc, and what its rule forbids though it is right."""
-    strict = [] if op in UNDEFINED or name_of(op) in TRUSTING else too_strict(op, samples)
+    strict = [] if op in UNDEFINED or full_op_name(op) in TRUSTING else too_strict(op, samples)
     return check_op(op, samples, variants=_variants), strict
 
 
 def _variants(op: Any, sample: Sample, case: Case) -> Iterator[tuple[str, Sample]]:
-    if name_of(op) in TRUSTING or name_of(op) in CONTIGUOUS:
-        if name_of(op) not in CONTIGUOUS:
+    if full_op_name(op) in TRUSTING or full_op_name(op) in CONTIGUOUS:
+        if full_op_name(op) not in CONTIGUOUS:
             yield "transposed in memory", variants.changed(sample, variants.strided)
         yield from variants.other_dtypes(sample, case)
         return
     yield from variants.variants(op, sample, case)
     yield from spelled(op, case, sample)
-    if name_of(op).startswith("aten."):
+    if full_op_name(op).startswith("aten."):
         yield from broadcast(op, case, sample)
 
 

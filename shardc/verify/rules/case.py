@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from shardc.ir.graph import values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.ir.types import of_tensor, typed
+from shardc.ir.types import full_op_name, of_tensor, typed
 from shardc.passes.partition.local_program import LocalProgram
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.op_call import Call, Operand, call_of
@@ -86,11 +86,6 @@ def call_text(call: Call) -> str:
     return ", ".join([*map(one, call.args), *(f"{k}={one(v)}" for k, v in call.kwargs)])
 
 
-def name_of(op: Any) -> str:
-    """Return `aten.mm.default`, or a function's name."""
-    return str(op) if hasattr(op, "_schema") else str(op.__name__)
-
-
 class _OneOp(LocalProgram):
     """Writer of the local graph of one call: operands in their layouts, results as the op returns them."""
 
@@ -119,12 +114,8 @@ class Case:
     weights: list[Tensor | None]
     grads: list[Tensor | None]
     rtol: float | None
-    forward_only: str = ""
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
-
-    @property
-    def name(self) -> str:
-        return name_of(self.node.target)
+    forward_only: str
+    generator: torch.Generator
 
     @classmethod
     def of(cls, op: Any, sample: Sample, rule: Rule | None = None) -> Case:
@@ -169,7 +160,7 @@ class Case:
             raise UnfitError(f"the rule does not fit the call: {message_of(e)} ({call_text(call)})") from e
         results = list(result) if isinstance(result, tuple | list) else [result]
         generator = torch.Generator().manual_seed(1)
-        weights = [
+        weights: list[Tensor | None] = [
             torch.randn(y.shape, dtype=y.dtype, generator=generator) if y.requires_grad else None for y in results
         ]
         forward_only = ""
@@ -177,32 +168,31 @@ class Case:
             grads = gradients(results, weights, leaves)
         except RuntimeError as e:  # the op has no backward, or none for this call
             forward_only, weights, grads = message_of(e), [None] * len(results), [None] * len(leaves)
-        rtol = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
-        return cls(
-            node,
-            Choices(proven, call, signature),
-            [x.detach() for x in leaves],
-            [y.detach() for y in results],
-            weights,
-            grads,
-            None if op in UNDEFINED else rtol,
-            forward_only,
-            generator,
-        )
+        rtol: float | None = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
+        rtol = None if op in UNDEFINED else rtol
+        operands, whole = ([x.detach() for x in each] for each in (leaves, results))
+        choices = Choices(proven, call, signature)
+        return cls(node, choices, operands, whole, weights, grads, rtol, forward_only, generator)
+
+    def layouts(self, mesh: Mesh, strategies: dict[str, Strategy]) -> tuple[list[Layout], list[Layout], str]:
+        """Return the layouts of operands and results, and why one cannot be, "" if all can."""
+        call, both = self.choices.call, strategies.items()
+        ins = [Layout.of({a: s.inputs[i] for a, s in both}, mesh) for i in range(len(call.operands))]
+        outs = [Layout.of({a: s.outputs[i] for a, s in both}, mesh) for i in range(len(call.results))]
+        for name, values, layouts in (("operand", call.operands, ins), ("result", call.results, outs)):
+            for i, (layout, v) in enumerate(zip(layouts, values, strict=True)):
+                if fault := layout.problem(v.shape, mesh):
+                    return ins, outs, f"{name} {i} cannot be laid out: {fault}"
+        return ins, outs, ""
 
     def wrong(self, mesh: Mesh, strategies: dict[str, Strategy], padding: float | None = None) -> str:
         """Run the call on every rank with these strategies; return what differs from the whole, "" if nothing.
 
         padding: the number that padding holds; None: copies of real entries.
         """
-        ins, outs = (
-            [Layout.of({a: (s.inputs, s.outputs)[side][i] for a, s in strategies.items()}, mesh) for i in range(count)]
-            for side, count in ((0, len(self.tensors)), (1, len(self.outputs)))
-        )
-        for side, layouts, tensors in (("operand", ins, self.tensors), ("result", outs, self.outputs)):
-            for i, (layout, x) in enumerate(zip(layouts, tensors, strict=True)):
-                if fault := layout.problem(x.shape, mesh):
-                    return f"{side} {i} cannot be laid out: {fault}"
+        ins, outs, fault = self.layouts(mesh, strategies)
+        if fault:
+            return fault
         self.node.meta["strategies"] = strategies
         operands = [
             spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
@@ -213,30 +203,31 @@ class Case:
             for w, o in zip(self.weights, outs, strict=True)
         ]
 
-        def one_rank(rank: int, runtime: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        def one_rank(rank: int, runtime: Any) -> list[Tensor | None]:
             leaves = [h[rank].requires_grad_(g is not None) for h, g in zip(operands, self.grads, strict=True)]
             results = run_nodes(graph, (runtime, Rng(0), *leaves))
-            return [y.detach() for y in results], gradients(
-                results, [w if w is None else w[rank] for w in weights], leaves
-            )
+            grads = gradients(results, [w if w is None else w[rank] for w in weights], leaves)
+            return [*(y.detach() for y in results), *grads]
 
         try:
             graph = _OneOp(Program(mesh, self.node.graph, (), (), ()), mesh).write(self.node, ins)
-            ranks = on_ranks(mesh, graph, one_rank)
+            ranks = on_ranks(mesh, one_rank)
         except NoSuchCallError:
             return ""
         except MISFIT as e:
             return message_of(e)
-        for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True)):
-            if fault := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol):
-                return f"result {i}: {fault}"
-        for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
-            if grad is None:
-                continue
-            parts, dual_layout = [grads[i] for _, grads in ranks], dual(layout)
-            if fault := differs(parts, dual_layout, mesh, grad, self.rtol, gradient=True):
-                return f"gradient of operand {i}: {fault}"
+        wants: list[tuple[str, Tensor | None, Layout]] = [
+            *((f"result {i}", x, layout) for i, (x, layout) in enumerate(zip(self.outputs, outs, strict=True))),
+            *((f"gradient of operand {i}", g, dual(ins[i])) for i, g in enumerate(self.grads)),
+        ]
+        for (name, want, layout), *parts in zip(wants, *ranks, strict=True):
+            gradient = name.startswith("gradient")
+            if want is not None and (fault := differs(parts, layout, mesh, want, self.rtol, gradient=gradient)):
+                return f"{name}: {fault}"
         return ""
+
+    def finding(self, strategy: str, ranks: int, what: str) -> Finding:
+        return Finding(full_op_name(self.node.target), strategy, ranks, what, call_text(self.choices.call))
 
     def on_axis(self, n: int, strategy: Strategy) -> str:
         """Run `wrong` on one axis of n ranks; for a padded strategy with several numbers in the padding."""

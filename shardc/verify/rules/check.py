@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.types import full_op_name
 from shardc.rules.core import registry
 from shardc.rules.core.registry import Rule
 from shardc.rules.core.sample_calls import SAMPLES, Sample, as_sample
 from shardc.rules.core.user_ops import resolve_op
-from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, name_of
-from shardc.verify.rules.prove import PARTS, prove_case, prove_pairs
-from shardc.verify.rules.too_strict import too_strict
+from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError
+from shardc.verify.rules.prove import PARTS, prove_case, prove_pairs, too_strict
 from shardc.verify.rules.variants import exact, variants
 
 #: Makes other calls from a sample, as `variants` does.
@@ -37,7 +37,7 @@ class OpReport:
 
 def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, variants: Variants = variants) -> OpReport:
     """Prove the rule of an op on samples and their variants. rule: replaces the registered one."""
-    report = OpReport(name_of(op))
+    report = OpReport(full_op_name(op))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about unusual calls that it accepts
         for i, example in enumerate(samples):

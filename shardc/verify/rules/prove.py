@@ -1,8 +1,10 @@
-"""Prove every strategy that a rule allows against the whole op (docs/explanation/algebra.md)."""
+"""Prove every strategy that a rule allows against the whole op, and find what it forbids although it is right."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -11,8 +13,12 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
 from shardc.rules.core.choices import Choices
-from shardc.rules.core.strategy import Strategy
-from shardc.verify.rules.case import Case, Finding, call_text
+from shardc.rules.core.notation import Signature
+from shardc.rules.core.registry import Rule
+from shardc.rules.core.sample_calls import Sample
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.verify.rules.case import Case, Finding
+from shardc.verify.rules.variants import exact
 
 #: Numbers of parts. Dims of samples have 12 elements, so that each number meets parts, inner digits and padding
 #: somewhere.
@@ -51,15 +57,13 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
         size = choices.signature.sizes[factor]
         digits = [d for d in range(1, size + 1 if deep else 2) if size % (d * n) == 0]
         tried = [choices.split(factor, d, n) for d in digits]
-        if deep and digits and size > n:
-            tried.append(choices.split(factor, 1, n, (n, size - n)))
-        if deep and size % n and size > 1:
-            tried.append(choices.split(factor, 1, n, (), -size % n))
         if deep:
+            sections = [(n, size - n)] if digits and size > n else []
+            tried += [choices.split(factor, 1, n, each) for each in sections]
             even = [d for d in digits if d % 2 == 0]  # for a zigzag, the first even number of stretches is enough
             tried += [choices.split(factor, d, n, mirrored=True) for d in even[:1]]
-            if size % (2 * n) and size > 1:
-                tried.append(choices.split(factor, 2, n, (), -size % (2 * n), mirrored=True))
+            padded = [d for d in (1, 2) if size % (d * n) and size > 1]
+            tried += [choices.split(factor, d, n, (), -size % (d * n), mirrored=d == 2) for d in padded]
         yield from (s for s in tried if s is not None)
     if choices.rule.extra:
         yield from choices.rule.extra(choices.call, n, [splits(v, n, deep=deep) for v in choices.call.operands])
@@ -70,16 +74,9 @@ def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
 
     deep: see `strategies`.
     """
-    findings = []
-    done: set[Strategy] = set()
-    for n in parts:
-        for s in dict.fromkeys(strategies(case.choices, n, deep=deep)):
-            if s in done and s.kind == "replicate":  # the same for every n
-                continue
-            done.add(s)
-            if fault := case.on_axis(n, s):
-                findings.append(Finding(case.name, str(s), n, fault, call_text(case.choices.call)))
-    return findings
+    tried = [(n, s) for n in parts for s in dict.fromkeys(strategies(case.choices, n, deep=deep))]
+    tried = [(n, s) for n, s in tried if s.kind != "replicate" or n == parts[0]]  # it is the same for every n
+    return [case.finding(str(s), n, fault) for n, s in tried if (fault := case.on_axis(n, s))]
 
 
 def prove_pairs(case: Case, sizes: tuple[int, int], *, deep: bool = True) -> list[Finding]:
@@ -92,23 +89,15 @@ def prove_pairs(case: Case, sizes: tuple[int, int], *, deep: bool = True) -> lis
     findings = []
     firsts, seconds = (list(dict.fromkeys(strategies(case.choices, n, deep=deep))) for n in sizes)
     inner = {s for group in (firsts, seconds) for s in later_digits(group)}
-    for i, first in enumerate(firsts):
-        for j, second in enumerate(seconds):
-            trivial = "replicate" in (first.kind, second.kind) or (first.kind, second.kind) == (
-                "partial_grad",
-                "partial_grad",
-            )
-            again = first in inner or second in inner or (firsts == seconds and j < i)
-            if again and (first.kind, first.base) != (second.kind, second.base) and not share_a_dim(first, second):
-                continue
-            if (
-                not trivial
-                and fits(case.choices, mesh, first, second)
-                and (fault := case.wrong(mesh, {"a": first, "b": second}))
-            ):
-                findings.append(
-                    Finding(case.name, f"{first} with {second}", mesh.world, fault, call_text(case.choices.call))
-                )
+    for (i, first), (j, second) in product(enumerate(firsts), enumerate(seconds)):
+        kinds, both = {first.kind, second.kind}, {"a": first, "b": second}
+        if "replicate" in kinds or kinds == {"partial_grad"}:
+            continue
+        again = first in inner or second in inner or (firsts == seconds and j < i)
+        if again and (first.kind, first.base) != (second.kind, second.base) and not share_a_dim(first, second):
+            continue
+        if not case.layouts(mesh, both)[2] and (fault := case.wrong(mesh, both)):
+            findings.append(case.finding(f"{first} with {second}", mesh.world, fault))
     return findings
 
 
@@ -130,14 +119,50 @@ def share_a_dim(first: Strategy, second: Strategy) -> bool:
     return any(isinstance(p, Shard) and isinstance(q, Shard) and p.dim == q.dim for p, q in pairs)
 
 
-def fits(choices: Choices, mesh: Mesh, first: Strategy, second: Strategy) -> bool:
-    """Return whether two strategies take disjoint digits of every operand and result."""
-    sides = (
-        (first.inputs, second.inputs, choices.call.operands),
-        (first.outputs, second.outputs, choices.call.results),
-    )
-    return not any(
-        Layout.of({"a": p, "b": q}, mesh).problem(v.shape, mesh)
-        for ps, qs, vs in sides
-        for p, q, v in zip(ps, qs, vs, strict=True)
-    )
+# --- what rules forbid although it is right
+
+
+def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
+    """Yield (what it would allow, the factor, the looser signature) for every whole factor."""
+    before = {f for o in sig.inputs for dim in o for f in dim}
+    for f in sorted(f for f in sig.whole if sig.sizes[f] > 1 and not f.startswith("#")):
+        rest = sig.whole - {f}
+        yield f"split {f}", f, replace(sig, whole=rest)
+        if not all(sig.places(o, f) for o in sig.outputs):
+            yield f"split {f}, sum", f, replace(sig, whole=rest, summed=sig.summed | {f})
+        for g in sorted(rest - before):  # a dim of operands and one of results may be the same factor
+            if f in before and sig.sizes[g] == sig.sizes[f]:
+                outputs = tuple(tuple(tuple(f if x == g else x for x in dim) for dim in o) for o in sig.outputs)
+                yield f"split {f} = {g}", f, replace(sig, whole=rest - {g}, outputs=outputs)
+
+
+def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
+    """Yield (what it would allow, a rule with only it) for unlisted groups that may be jointly linear."""
+    reals = [i for i, v in enumerate(choices.call.operands) if needs_sum_grad(v)]
+    known = {frozenset(g) for g in choices.rule.groups(choices.call)}
+    for size in range(1, len(reals) + 1):
+        for group in combinations(reals, size):
+            if frozenset(group) not in known and all(v.dtype.is_floating_point for v in choices.call.results):
+                yield f"linear in {' '.join(map(str, group))}", replace(choices.rule, linear=(group,), linear_of=None)
+
+
+def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> list[Finding]:
+    """Find splits and sums that a rule forbids although they are right on two and three ranks.
+
+    Each is tried once, as far as sizes divide. rule: as in `prove`.
+    """
+    findings: dict[str, Finding] = {}
+    for sample in samples:
+        case = Case.of(op, exact(op, sample), rule=rule)
+        call, sig = case.choices.call, case.choices.signature
+        trials: dict[str, Sequence[Strategy | None]] = {}
+        for label, factor, looser in loosened(sig):
+            choices = Choices(case.choices.rule, call, looser)
+            trials[label] = [choices.split(factor, 1, n) for n in (2, 3)]
+        for label, wider in unlisted(case.choices):
+            trials[label] = Choices(wider, call, sig).partials[:1] * 2
+        for label, options in trials.items():
+            tried = {n: s for n, s in zip((2, 3), options, strict=True) if s and summable(s, case.choices)}
+            if tried and not any(case.on_axis(n, s) for n, s in tried.items()):
+                findings[label] = case.finding(label, max(tried), "comes out right, but the rule forbids it")
+    return list(findings.values())

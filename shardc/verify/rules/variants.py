@@ -6,6 +6,7 @@ A variant is a sample too. It is run whole first, and left out where the op refu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,14 +23,12 @@ def changed(sample: Sample, change: Callable[[int, Tensor], Tensor]) -> Sample:
     """Return the sample with every tensor replaced by change(its index, the tensor)."""
 
     def replaced(t: Tensors) -> Arguments:
-        seen = 0
+        numbers = count()
 
         def one(x: Any) -> Any:
-            nonlocal seen
             if not isinstance(x, Tensor):
                 return x
-            y = change(seen, x)
-            seen += 1
+            y = change(next(numbers), x)
             if any(x is c for c in t.constants):
                 t.constants.append(y)
             return y

@@ -11,12 +11,11 @@ op_types           by which strategies an op computes its claim, and its lines o
 chunked_loss       losses that are computed in chunks of rows, together with the layer before them
 same_values        when two calls have the same value, in the model's graph and in texts
 text               checks one text line by line: each op is the model's, on operands with claims
-follow             lines that are no op of the model: conversions, casts, sums; bucket_reads: parameters in buckets
+follow             lines that are no op of the model: conversions, casts, sums, reads of parameters in buckets
 gradient_sums      each gradient is summed over exactly the right axes, once; each element has one owner
 terms              values as terms: ops on ops, down to the inputs of a text
 chain_rule         a stage's gradients as terms, by the chain rule
-joint_graphs       the joint graphs of a stage: they compute its results and these gradients
-pair_halves        splits the text of an overlapped pair into two
+joint_graphs       the joint graphs of a stage, also in overlapped pairs: they compute its results and these gradients
 assumptions        what the proof assumes, each with the test that checks it
 proof              the whole program: texts, microbatches, stages, schedule, buckets; the verdict
 

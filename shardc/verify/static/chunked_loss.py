@@ -63,8 +63,7 @@ def _reordered(model: Model, loss: fx.Node, moves: list[fx.Node], linear: fx.Nod
     if (dtype := value_of(operands_of(loss)[0]).dtype) != value.dtype:
         cast = replace(value, dtype=dtype)
         calls.append(model.added(aten._to_copy.default, (calls[-1],), {"dtype": dtype}, cast))
-    calls.append(model.added(loss.target, (calls[-1], *loss.args[1:]), dict(loss.kwargs), value_of(loss)))
-    model.one[calls[-1]] = loss
+    calls.append(model.added(loss.target, (calls[-1], *loss.args[1:]), dict(loss.kwargs), value_of(loss), of=loss))
     return calls
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, product
 from typing import Any
 
 from torch import fx
@@ -31,14 +32,13 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
 
     claim: of its operand; value: what the operand is a part of, with its global shape.
     """
-    row, over = ROWS[node.target], node.args[2]
+    row, over, digits = ROWS[node.target], node.args[2], tuple(node.args[3:])
     sent: Any = node.kwargs.get("fp8")
     if sent is not None:
         packed = table("ops", "PACKED").get(claim.of.target)
         if row.forward != "all_gather" or packed is None or packed(*claim.of.args) != (sent[0], tuple(sent[1])):
             raise WrongError(f"{row.op} sends 8 bits of what is not rounded to {sent}")
     axes: Any = over if isinstance(over, tuple | list) else (over,)
-    digits = tuple(node.args[3:])
     try:
         parts = mesh.digits(*axes)
     except KeyError:
@@ -56,48 +56,34 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
         new = Layout.of(dict(claim.layout.items) | dict.fromkeys(parts, _PLAIN[row.target]), mesh)
         return replace(claim, layout=normal(new, value))
     (axis,) = axes
-    for new in _candidates(row, axis, claim.layout, digits, value, mesh):
+    for new in _candidates(row, axis, claim.layout, digits, mesh):
         if _digits(axis, claim.layout, new, mesh) == digits and not new.problem(value.shape, mesh):
-            return Claim(claim.of, normal(new, value), _zeros(row, claim, new))
+            return Claim(claim.of, normal(new, value), _zeros(claim, new))
     raise WrongError(f"{row.op} names the digits {digits}: no part of a value that is {claim.layout or 'whole'}")
 
 
-def _zeros(row: Conversion, claim: Claim, new: Layout) -> frozenset[tuple[int, float]]:
+def _zeros(claim: Claim, new: Layout) -> frozenset[tuple[int, float]]:
     """Return what padding holds: zeros where a slice or scatter adds it, and as before on other dims."""
-    padded = {s.dim for s in new.paddings()}
-    before = {s.dim for s in claim.layout.paddings()}
-    kept = {(d, x) for d, x in claim.fills if d in padded}
-    return frozenset(kept | {(d, 0.0) for d in padded - before})
+    before, padded = ({s.dim for s in layout.paddings()} for layout in (claim.layout, new))
+    return frozenset({(d, x) for d, x in claim.fills if d in padded} | {(d, 0.0) for d in padded - before})
 
 
-def _candidates(
-    row: Conversion, axis: str, old: Layout, digits: Sequence[Any], value: Value, mesh: Mesh
-) -> Iterator[Layout]:
+def _candidates(row: Conversion, axis: str, old: Layout, digits: Sequence[Any], mesh: Mesh) -> Iterator[Layout]:
     """Yield the layouts to which a conversion of one axis can lead."""
     if row.target is not Shard:
         yield old.replace(axis, _PLAIN[row.target], mesh)
         return
-    sides = 2 if row.source is Shard else 1
-    if len(digits) < 2 * sides:
+    at, rest = (2, digits[4:]) if row.source is Shard else (0, digits[3:])  # sections come before the rest
+    if len(digits) < at + 2:
         return
-    dim, split = digits[2 * sides - 2 : 2 * sides]
-    rest = digits[2 * sides :]
-    sections: tuple[int, ...] = ()
-    if sides == 1:
-        sections, rest = (tuple(rest[0]) if rest else ()), rest[1:]
-    own_padding = tuple(rest[-2:]) if rest else (0, 1)
+    dim, split = digits[at : at + 2]
+    sections = tuple(digits[2]) if at == 0 and len(digits) > 2 else ()
     without = old.replace(axis, REPLICATE, mesh)
     shards = sorted(without.shards(dim), key=lambda item: item[1].split)
-    paddings = dict.fromkeys([own_padding, *((s.padding, s.blocks) for _, s in shards)])
-    for padding, blocks in paddings:
-        outer = 1
-        for k in range(len(shards) + 1):
-            if k:
-                outer *= mesh.size(shards[k - 1][0])
-            shard = Shard(dim, abs(split) * outer, sections, padding, blocks, mirrored=split < 0)
-            before = [s.split < shard.split for _, s in shards]
-            if before == [i < k for i in range(len(shards))]:
-                yield without.replace(axis, shard, mesh)
+    outer = accumulate((mesh.size(a) for a, _ in shards), operator.mul, initial=1)
+    paddings = dict.fromkeys([tuple(rest[-2:]) or (0, 1), *((s.padding, s.blocks) for _, s in shards)])
+    for (padding, blocks), parts in product(paddings, outer):
+        yield without.replace(axis, Shard.of_signed(dim, split * parts, sections, padding, blocks), mesh)
 
 
 def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
@@ -107,20 +93,10 @@ def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
     that are added or removed, if any side is padded.
     """
     first = mesh.digits(axis)[0]
-    sides = [(a[first], a, b) for a, b in ((old, new), (new, old)) if isinstance(a[first], Shard)]
-    digits: list[Any] = []
-    for s, layout, _ in sides:
-        assert isinstance(s, Shard)
-        outer = math.prod(
-            mesh.size(a) for a, o in layout.shards(s.dim) if a not in mesh.digits(axis) and o.split < s.split
-        )
-        local = s.split // outer
-        digits += [s.dim, -local if s.mirrored else local]
-    if len(sides) == 1:
-        digits.append(sides[0][0].sections)  # type: ignore[union-attr]
-    if any(s.padding for s, _, _ in sides):  # type: ignore[union-attr]
-        for s, _, other in sides:
-            assert isinstance(s, Shard)
-            still = any(a not in mesh.digits(axis) for a, _ in other.shards(s.dim))
-            digits += [0, 1] if still else [s.padding, s.blocks]
+    sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[first], Shard)]
+    digits: list[Any] = [x for s, layout, _ in sides for x in (s.dim, layout.local_split(first, mesh))]
+    digits += [s.sections for s, _, _ in sides if len(sides) == 1]
+    for s, _, other in sides if any(s.padding for s, _, _ in sides) else ():
+        still = any(a not in mesh.digits(axis) for a, _ in other.shards(s.dim))
+        digits += [0, 1] if still else [s.padding, s.blocks]
     return tuple(digits)

@@ -3,7 +3,13 @@
     x_sum = ops.all_reduce(x, mesh, ('tp',))     x holds a summand over tp of some value: x_sum holds all of it
     x_part = ops.shard(x_sum, mesh, 'tp', 0, 1)  and this a slice
 
-So do casts, fills of padding, and sums over microbatches and ranks that the prologue made.
+So do casts, fills of padding, sums over microbatches and ranks that the prologue made, and reads of buckets:
+
+    g = ops.gather_start([w, b], 'bucket0', mesh)    ZeRO 3: the parts of all ranks
+    t = ops.gather_wait(g)
+    w_whole = t[0]                                   holds what w does, whole on the data axis
+
+If a parameter is rounded before it is gathered, all its readers in the model must round it in the same way.
 """
 
 from __future__ import annotations
@@ -16,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from shardc.ir.graph import value_of
+from shardc.ir.graph import producer_of, value_of
 from shardc.ir.mesh import MICROBATCH
-from shardc.ir.metadata import Value
 from shardc.ir.placement import REPLICATE, Layout, Partial
-from shardc.optional import table
+from shardc.optional import needed, table
 from shardc.runtime import ops
-from shardc.verify.static import bucket_reads
 from shardc.verify.static.conversion_types import ROWS, WrongError, converted
 from shardc.verify.static.same_values import SAME, frozen, misreads
 from shardc.verify.static.statement import Claim
@@ -41,13 +45,11 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
     elif target is ops.total:
         _total(text, user)
     elif target in (ops.gather_start, ops.updated, ops.gather_wait):
-        if bucket_reads.fetch(text, user):
+        if _fetched(text, user):
             for reader in user.users:
                 follow(text, reader, user, None)
     elif target is operator.getitem and user.args[0] in text.fetched:
-        bucket_reads.parameter(text, user)
-    elif target is aten.full.default:
-        _number(text, user)
+        _parameter(text, user)
     elif claim is None or user.op != "call_function" or not user.args or user.args[0] is not x:
         return
     elif target in ROWS:
@@ -58,7 +60,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
     elif target in SAME:
         text.claim(user, claim)
     elif target is ops.all_reduce_max:
-        _maximum(text, user, claim)
+        _summed(text, user, claim, text.mesh.digits(*user.args[2]), "max")  # type: ignore[misc]
     elif target is ops.fill_padding:
         _fill(text, user, claim)
     elif target in table("proof", "FOLLOWED"):
@@ -68,9 +70,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
         if cast is not None:
             text.claim(user, replace(claim, of=cast))
     elif target is ops.summed:
-        if claim.layout[MICROBATCH] == Partial():
-            text.claim(user, _summed(text, claim, [MICROBATCH]))
-        else:
+        if _summed(text, user, claim, [MICROBATCH]):
             text.unfit[user] = "it adds up over microbatches what is no summand of them"
     elif target is aten._to_copy.default:
         _counted(text, user, claim)
@@ -91,16 +91,13 @@ def _fill(text: Text, node: fx.Node, claim: Claim) -> None:
     text.unfit[node] = f"it fills the padding of another part than {claim.layout or 'the whole'}"
 
 
-def _maximum(text: Text, node: fx.Node, claim: Claim) -> None:
-    axes: Any = node.args[2]
-    parts = text.mesh.digits(*axes)
-    if all(claim.layout[p] == Partial("max") for p in parts):
-        text.claim(node, _summed(text, claim, parts))
-
-
-def _summed(text: Text, claim: Claim, axes: Sequence[str]) -> Claim:
-    """Return the claim of what ranks or microbatches hold after a sum or maximum over these axes."""
-    return replace(claim, layout=Layout.of(dict(claim.layout.items) | dict.fromkeys(axes, REPLICATE), text.mesh))
+def _summed(text: Text, node: fx.Node, claim: Claim, axes: Sequence[str], op: str = "sum") -> list[str]:
+    """Claim a sum or maximum over ranks or microbatches; return the axes on which its operand is no summand."""
+    late = [a for a in axes if claim.layout[a] != Partial(op)]
+    layout = Layout.of(dict(claim.layout.items) | dict.fromkeys(axes, REPLICATE), text.mesh)
+    if not late:
+        text.claim(node, replace(claim, layout=layout))
+    return late
 
 
 def _total(text: Text, node: fx.Node) -> None:
@@ -111,27 +108,59 @@ def _total(text: Text, node: fx.Node) -> None:
         text.wrong[node] = f"the prologue has no sum {number}"
         return
     for claim in text.totals[number]:
-        parts = (MICROBATCH, *text.mesh.digits(*over))
-        if late := [p for p in parts if claim.layout[p] != Partial()]:
+        if late := _summed(text, node, claim, (MICROBATCH, *text.mesh.digits(*over))):
             text.wrong[node] = f"over {', '.join(late)} it adds up what is no summand there"
-        else:
-            text.claim(node, _summed(text, claim, parts))
 
 
 def _counted(text: Text, node: fx.Node, claim: Claim) -> None:
     """Claim a cast of truth values to numbers (so that a sum can add them among zeros), and a cast back."""
-    value, dtype = value_of(claim.of), node.kwargs.get("dtype")
-    back = {of: key[1] for key, of in text.model.others.items() if key[0] == "counted"}
-    if value.dtype == torch.bool and dtype == torch.uint8 and text.model.cast(claim.of, dtype) is None:
-        counted = text.model.stand_in(("counted", claim.of), replace(value, dtype=torch.uint8))
-        text.claim(node, replace(claim, of=counted))
-    elif claim.of in back and dtype == torch.bool:
-        text.claim(node, replace(claim, of=back[claim.of]))
+    of, dtype, counts = claim.of, node.kwargs.get("dtype"), text.model.counts
+    value = value_of(of)
+    if value.dtype == torch.bool and dtype == torch.uint8 and text.model.cast(of, dtype) is None:
+        if of not in counts:
+            counts[of] = text.model.added(node.target, (of,), {"dtype": dtype}, replace(value, dtype=torch.uint8))
+        text.claim(node, replace(claim, of=counts[of]))
+    elif dtype == torch.bool and of in counts.values():
+        (truth,) = of.all_input_nodes
+        text.claim(node, replace(claim, of=truth))
 
 
-def _number(text: Text, node: fx.Node) -> None:
-    """Claim a scalar constant, such as the number that is added to a sum of microbatches once."""
-    dtype = node.kwargs.get("dtype")
-    if isinstance(dtype, torch.dtype) and not node.args[0]:
-        of = text.model.stand_in(("number", frozen(node.args[1], {})), Value((), dtype))
-        text.claim(node, Claim(of, Layout()))
+def _fetched(text: Text, node: fx.Node) -> bool:
+    """Check a line that makes a bucket's parameters whole on the data axis. Return whether it is one."""
+    args: Any = (*node.args, None, None)
+    first, name, *_ = args
+    if node.target is ops.gather_wait:
+        if not isinstance(first, fx.Node) or first not in text.fetched:
+            return False
+        text.fetched[node] = text.fetched[first]
+    else:
+        names = tuple(getattr(x, "name", "") for x in first) if isinstance(first, tuple | list) else ()
+        bucket = {f"bucket{i}": b for i, b in enumerate(text.model.program.buckets)}.get(name)
+        if bucket is None or bucket.params != names:
+            members = ", ".join(bucket.params) if bucket else "none"
+            text.wrong[node] = f"{name} has other parameters: {members}"
+            return False
+        if node.target is not (ops.gather_start if bucket.zero == 3 else ops.updated):
+            text.wrong[node] = f"{name} is at zero {bucket.zero}"
+            return False
+        text.fetched[node] = first, bucket
+    text.explained.add(node)
+    return True
+
+
+def _parameter(text: Text, node: fx.Node) -> None:
+    """Claim a line that reads one parameter of a bucket, in the bucket's compute dtype."""
+    behind, index = producer_of(node)
+    if behind.target is ops.gather_start:
+        text.wrong[node] = "it reads a bucket that is still on its way"
+        return
+    sources, bucket = text.fetched[behind]
+    source = sources[index]
+    for claim in text.given.get(source, ()):
+        of = claim.of if bucket.compute is None else text.model.cast(claim.of, bucket.compute)
+        if of is None:
+            text.wrong[node] = f"the model has no cast of {source.name} to {bucket.compute}"
+        elif not bucket.rounded:
+            text.claim(node, replace(claim, of=of))
+        else:
+            needed("fp8", "proof", "rounded")(text, node, replace(claim, of=of), bucket.rounded[index])

@@ -35,39 +35,35 @@ def wrong(program: Program) -> Iterator[Wrong]:
     for i, b in enumerate(program.buckets):
         yield from _owners(program, i)
         late = any("[" in a for a in b.axes)
-        if late != b.late:
-            yield (
-                f"bucket{i}",
-                "ranks of other stages sum it too, and it begins before they have all got there"
-                if late
-                else ("it waits for other stages, and sums over none"),
-            )
+        if late and not b.late:
+            yield f"bucket{i}", "ranks of other stages sum it too, and it begins before they have all got there"
+        if b.late and not late:
+            yield f"bucket{i}", "it waits for other stages, and sums over none"
 
 
 def _of_param(program: Program, p: Param, times: int) -> Iterator[Wrong]:
-    mesh = program.mesh
-    summed = set(mesh.digits(*p.reduce))
-    declared = {a for a, x in p.layout.items if isinstance(x, PartialGrad)} if p.requires_grad else set()
-    shared = program.replica_axis(p) if p.requires_grad else ""
-    if missing := sorted((declared | ({shared} if shared else set())) - summed):
+    summed, trained = set(program.mesh.digits(*p.reduce)), p.requires_grad
+    declared = {a for a, x in p.layout.items if isinstance(x, PartialGrad)} if trained else set()
+    shared = {program.replica_axis(p)} - {""} if trained else set()
+    if missing := sorted((declared | shared) - summed):
         yield p.fqn, f"ranks of {', '.join(missing)} have summands of its gradient, and nothing sums them"
-    if extra := sorted(summed - declared - {shared}):
+    if extra := sorted(summed - declared - shared):
         yield p.fqn, f"its gradient is summed over {', '.join(extra)}, where ranks have the whole of it"
     if p.reduce and not times:
         yield p.fqn, f"its gradient is summed over {', '.join(p.reduce)}, and no bucket has it"
-    b = program.bucket(p)
+    b, bucket = program.bucket(p), f"bucket{p.bucket}"
     if b is None:
         if times:
             yield p.fqn, "a bucket has it, and it names none"
         return
     if p.name not in b.params:
-        yield p.fqn, f"it is to lie in bucket{p.bucket}, which does not have it"
-    if p.requires_grad and set(b.axes) != set(p.reduce):
-        yield p.fqn, f"bucket{p.bucket} sums over ({', '.join(b.axes)}), its gradient wants ({', '.join(p.reduce)})"
+        yield p.fqn, f"it is to lie in {bucket}, which does not have it"
+    if trained and set(b.axes) != set(p.reduce):
+        yield p.fqn, f"{bucket} sums over ({', '.join(b.axes)}), its gradient wants ({', '.join(p.reduce)})"
     if p.dtype.is_floating_point and any(x.dtype != p.dtype for x in map(program.param, b.params)):
-        yield p.fqn, f"bucket{p.bucket} has parameters of other dtypes"
+        yield p.fqn, f"{bucket} has parameters of other dtypes"
     if p.stages and set(p.stages) != set(b.stages):
-        yield p.fqn, f"stages {list(p.stages)} use it, and bucket{p.bucket} is of stages {list(b.stages)}"
+        yield p.fqn, f"stages {list(p.stages)} use it, and {bucket} is of stages {list(b.stages)}"
 
 
 def _owners(program: Program, i: int) -> Iterator[Wrong]:

@@ -10,26 +10,26 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc.artifact.emit import EFFECTS
 from shardc.ir.graph import operands_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
-from shardc.ir.stage import Joint, Pair, Stage, second_prefix
+from shardc.ir.stage import Joint, Pair, Stage, names_in_both, second_prefix
+from shardc.ir.types import nodes_in
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.derivatives.record import is_view
-from shardc.passes.joint.derivatives.transposed import CONVERTED
-from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 from shardc.verify.static.chain_rule import ChainRule
-from shardc.verify.static.pair_halves import MixedError, halves
-from shardc.verify.static.terms import Term, Terms
+from shardc.verify.static.terms import Term, Terms, parts
 
 aten = torch.ops.aten
 
@@ -42,8 +42,6 @@ _WAITS = {
     ops.offload_start: ops.offload_wait,
     ops.reload_start: ops.reload_wait,
 }
-#: Ops that are no views, but whose result may use the memory of the first operand.
-_MEMORY_OF_FIRST = {ops.add_into}
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,9 @@ class Wrong:
 def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
     """Yield what is wrong in a stage's joint graph. rules: shared by stages. until: on time.perf_counter."""
     assert stage.joint is not None
-    yield from _without_gradient(program, stage, rules)
-    texts = _Texts(program, stage, rules, until)
+    texts = _Texts(program, stage, rules, until, Lines.of(stage.joint))
+    for node in texts.expected.stops:
+        yield Wrong("backward", node, "it needs a gradient, and the chain rule stops here")
     yield from texts.wrong()
     for name, graph in stage.joint.graphs.items():
         for node, fault in _overwritten(graph, texts.fresh(name)):
@@ -72,23 +71,33 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
             yield Wrong(name, node, fault)
 
 
-def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[Wrong]:
-    """Yield conversions whose result needs a gradient, but has none when the graph is differentiated.
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a text in their order, and what it returns. prefix: of names, in the second half of a pair."""
 
-    The chain rule stops there in joint graphs and in expected terms. (For torch's ops autograd says which have one.)
-    A value that is used only for new values of buffers needs none.
-    """
-    types, _ = types_of(program, stage.graph, rules)
-    returned: Any = stage.graph.output_node().args[0]
-    loss, _, *sent = returned
-    needed: set[fx.Node] = set()
-    fx.map_arg((loss, sent), needed.add)
-    for n in reversed(stage.graph.nodes):
-        if n in needed:
-            needed.update(n.all_input_nodes)
-        known = types.get((n, 0)) if n in needed and n.target in CONVERTED else None
-        if known is not None and n.meta["value"].requires_grad and not known.grad:
-            yield Wrong("backward", n, "it needs a gradient, and the chain rule stops here")
+    nodes: Sequence[fx.Node]
+    returned: Any
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, joint: Joint) -> dict[str, Lines]:
+        """Return the lines of each text, by its name."""
+        return {name: cls(list(g.nodes), g.output_node().args[0]) for name, g in joint.graphs.items()}
+
+
+def halves(program: Program, pair: Pair) -> tuple[Lines, Lines]:
+    """Return the two texts of an overlapped pair (shardc.ir.stage); lines without a result are backward's."""
+    forward, same = program.stages[pair.first].joint, names_in_both(program)
+    assert forward is not None
+    prefix = second_prefix(pair.kind, forward.forward)
+    first, second = list[fx.Node](), list[fx.Node]()
+    *lines, end = pair.graph.nodes
+    for n in lines:
+        in_second = n.target in EFFECTS or n.name.startswith(prefix)
+        for half in (first, second) if n.name in same else (second if in_second else first,):
+            half.append(n)
+    returned: Any = end.args[0]
+    return Lines(first, returned[0]), Lines(second, returned[1], prefix)
 
 
 def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
@@ -99,115 +108,108 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     one, other = program.stages[pair.first], program.stages[pair.then]
     assert one.joint is not None
     assert other.joint is not None
-    try:
-        first, then = halves(program, pair.graph, prefix := second_prefix(pair.kind, one.joint.forward))
-    except MixedError as e:
-        yield Wrong("pair", e.line, "it takes a value of the other microbatch", "one of its own half")
-        return
-    with_first = replace(one, joint=replace(one.joint, forward=first))
+    first, then = halves(program, pair)
+    for half in (first, then):
+        own, takes = set(half.nodes), {n: n.all_input_nodes for n in half.nodes}
+        takes[pair.graph.output_node()] = list(nodes_in(half.returned))
+        if mixed := [n for n, values in takes.items() if not own.issuperset(values)]:
+            yield Wrong("pair", mixed[0], "it takes a value of the other microbatch", "one of its own half")
+            return
+    of_first, of_then, second = Lines.of(one.joint) | {"forward": first}, Lines.of(other.joint), "second forward"
     if pair.kind == "FB":
-        with_then, second = replace(other, joint=Joint(other.joint.forward, then)), "backward"
-    else:
-        with_then, second = replace(other, joint=replace(other.joint, forward=then)), "second forward"
-    for stage, half in ((with_first, "forward"), (with_then, second)):
-        texts = _Texts(program, stage, rules, until)
-        yield from (replace(w, text=f"pair, {half}") for w in texts.wrong())
-    fresh = {f"{prefix}{name}" for name in texts.fresh("backward")}
-    for node, fault in (*_overwritten(pair.graph, fresh), *_unfinished(pair.graph)):
+        of_then, second = {"forward": of_then["forward"]}, "backward"
+    of_then["backward" if pair.kind == "FB" else "forward"] = then
+    for stage, lines, label in ((one, of_first, "forward"), (other, of_then, second)):
+        texts = _Texts(program, stage, rules, until, lines)
+        yield from (replace(w, text=f"pair, {label}") for w in texts.wrong())
+    for node, fault in (*_overwritten(pair.graph, texts.fresh("backward")), *_unfinished(pair.graph)):
         yield Wrong("pair", node, fault)
 
 
 class _Texts:
     """The graphs of one stage as terms, compared with the expected ones."""
 
-    def __init__(self, program: Program, stage: Stage, rules: Rules, until: float) -> None:
-        assert stage.joint is not None
-        self._program, self._stage, self._terms = program, stage, Terms()
-        self._expected = ChainRule(program, stage, rules, self._terms, until).results()
-        self._texts = stage.joint.graphs
+    def __init__(self, program: Program, stage: Stage, rules: Rules, until: float, texts: dict[str, Lines]) -> None:
+        self._program, self._stage, self._terms, self._texts = program, stage, Terms(), texts
+        self.expected = ChainRule(program, stage, rules, self._terms, until)
         self._env: dict[str, dict[fx.Node, Term]] = {name: {} for name in self._texts}
         #: By term: the first line, of any text, that computes it.
-        self._line_of: dict[int, tuple[str, fx.Node]] = {}
+        self._line_of: dict[Term, tuple[str, fx.Node]] = {}
 
     def wrong(self) -> Iterator[Wrong]:
-        forward = self._texts["forward"]
-        self._read("forward", {})
-        returned: Any = forward.output_node().args[0]
-        *results, kept = returned
+        *results, kept = self._read("forward", {})
         yield from self._returned(results)
-        inputs = {n.name: self._env["forward"][n] for n in kept}
+        inputs = self._passed("forward", kept)
         if len(inputs) != len(kept):
             yield Wrong("forward", None, "two values that are kept have one name")
-        backward = self._texts["backward"]
-        self._read("backward", inputs)
-        grads: Any = backward.output_node().args[0]
+        grads = self._read("backward", inputs)
         if "weights" in self._texts:
             grads, crossing = grads
-            inputs |= {n.name: self._env["backward"][n] for n in crossing}
-            self._read("weights", inputs)
+            self._read("weights", inputs | self._passed("backward", crossing))
         yield from self._received(grads)
         yield from self._parameters()
         yield from self._tapes()
 
-    def fresh(self, text: str) -> set[str]:
+    def fresh(self, text: str) -> set[fx.Node]:
         """Return the lines of a text that are results of ops that stay whole, in new memory. After `wrong`."""
-        return {n.name for n, term in self._env[text].items() if term.number in self._expected.fresh}
+        return {n for n, term in self._env[text].items() if term in self.expected.fresh}
 
-    def _read(self, text: str, given: dict[str, Term]) -> None:
-        """Compute the term of each line. given: inputs from another text, by name; others are the stage's."""
-        env = self._env[text]
+    def _passed(self, text: str, values: Sequence[fx.Node]) -> dict[str, Term]:
+        """Return the terms that a text passes to the next one, by the names that this has for them."""
+        return {n.name.removeprefix(self._texts[text].prefix): self._env[text][n] for n in values}
+
+    def _read(self, text: str, given: dict[str, Term]) -> Any:
+        """Compute the term of each line, and return what the text returns.
+
+        given: inputs from another text, by name; others are the stage's.
+        """
+        env, lines = self._env[text], self._texts[text]
 
         def put(n: fx.Node) -> Any:
             return env[n]
 
-        for n in self._texts[text].nodes:
+        for n in lines.nodes:
             if n.op == "placeholder":
-                env[n] = given[n.name] if n.name in given else Term(self._terms.given(n.name))
+                name = n.name.removeprefix(lines.prefix)
+                env[n] = given.get(name) or self._terms.given(name)
             elif n.op == "call_function":
                 args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
-                env[n] = Term(self._terms.call(n.target, args, kwargs, self._shape(n)))
-                self._line_of.setdefault(env[n].number, (text, n))
-
-    def _shape(self, n: fx.Node) -> tuple[int, ...] | None:
-        """Return the shape of a line with a single tensor; types in joint graphs are those of a rank."""
-        value = n.meta.get("value")
-        return tuple(value.shape) if isinstance(value, Value) else None
+                value = n.meta.get("value")  # types in joint graphs are those of a rank
+                shape = tuple(value.shape) if isinstance(value, Value) else None
+                env[n] = self._terms.call(n.target, args, kwargs, shape)
+                self._line_of.setdefault(env[n], (text, n))
+        return lines.returned
 
     def _returned(self, results: list[Any]) -> Iterator[Wrong]:
-        expected = [*self._expected.returned, *[()] * (len(results) - len(self._expected.returned))]
         named = ("the loss", "new values and outputs", "what is sent")
-        for label, *sides in zip(named, results, expected, strict=True):
-            nodes, right = (x if isinstance(x, tuple | list) else (x,) for x in sides)
-            if len(nodes) != len(right):
-                yield Wrong("forward", None, f"{label}: {len(nodes)} values", f"{len(right)}")
+        for label, values, right in zip_longest(named[: len(results)], results, self.expected.returned, fillvalue=()):
+            nodes, wants = (x if isinstance(x, tuple | list) else (x,) for x in (values, right))
+            if len(nodes) != len(wants):
+                yield Wrong("forward", None, f"{label}: {len(nodes)} values", f"{len(wants)}")
                 continue
-            for node, want in zip(nodes, right, strict=True):
+            for node, want in zip(nodes, wants, strict=True):
                 yield from self._compared("forward", node, f"{label}: {node}", node, want)
 
     def _received(self, grads: Any) -> Iterator[Wrong]:
         """Compare the gradients that go to earlier stages."""
-        named = [
-            n.name
-            for n in self._stage.graph.find_nodes(op="placeholder")
-            if "collective" in n.meta and n.meta["value"].requires_grad
-        ]
-        if len(named) != len(grads):
-            yield Wrong("backward", None, f"it returns {len(grads)} gradients", f"{len(named)}: {', '.join(named)}")
+        names = [name for name, value in self._stage.receives.items() if value.requires_grad]
+        if len(names) != len(grads):
+            yield Wrong("backward", None, f"it returns {len(grads)} gradients", f"{len(names)}: {', '.join(names)}")
             return
-        for name, node in zip(named, grads, strict=True):
-            want = self._expected.received.get(name)
+        for name, node in zip(names, grads, strict=True):
+            want = self.expected.received.get(name)
             yield from self._compared("backward", node, f"the gradient of {name}", node, want)
 
     def _parameters(self) -> Iterator[Wrong]:
         """Check that each gradient is put once, and each bucket's sum starts once, after all its gradients."""
         begun: Counter[str] = Counter()
-        puts: Counter[int] = Counter()
+        puts: Counter[Term] = Counter()
         bucket_of = {name: f"bucket{i}" for i, b in enumerate(self._program.buckets) for name in b.params}
         for text, n in self._backward_lines():
             args: Any = n.args
             if n.target is ops.accumulate:
-                term = self._env[text][args[0]].number
-                name, number = self._expected.puts.get(term, (args[0].name, None))
+                term = self._env[text][args[0]]
+                name, number = self.expected.puts.get(term, (args[0].name, None))
                 puts[term] += 1
                 yield from self._compared(text, n, f"the gradient of {name}", args[1], number)
                 if begun[bucket_of.get(name, "")]:
@@ -217,16 +219,16 @@ class _Texts:
             elif n.target is ops.scatter:
                 begun[args[2]] += 1
                 yield from self._scattered(text, n)
-        for term, (name, _) in self._expected.puts.items():
+        for term, (name, _) in self.expected.puts.items():
             if puts[term] != 1:
                 yield Wrong("backward", None, f"{name} gets its gradient {puts[term]} times", "once")
-        for name in dict.fromkeys((*self._expected.scatters, *begun)):
-            if begun[name] > 1 or (name in self._expected.scatters and not begun[name]):
+        for name in dict.fromkeys((*self.expected.scatters, *begun)):
+            if begun[name] > 1 or (name in self.expected.scatters and not begun[name]):
                 yield Wrong("backward", None, f"the sum of {name} begins {begun[name]} times", "once")
 
     def _backward_lines(self) -> Iterator[tuple[str, fx.Node]]:
         """Yield the lines of backward, then those of the weights' gradients, each with the text's name."""
-        return ((text, n) for text, graph in self._texts.items() if text != "forward" for n in graph.nodes)
+        return ((text, n) for text, lines in self._texts.items() if text != "forward" for n in lines.nodes)
 
     def _tapes(self) -> Iterator[Wrong]:
         """Check that no line reads a tape after a line that does not keep it."""
@@ -249,7 +251,7 @@ class _Texts:
         bucket = next((b for i, b in enumerate(self._program.buckets) if f"bucket{i}" == name), None)
         if bucket is None or tuple(p.name for p in params) != tuple(bucket.params):
             yield Wrong(text, n, f"{name} has other parameters")
-        numbers = self._expected.scatters.get(name, ())
+        numbers = self.expected.scatters.get(name, ())
         if len(grads) != len(numbers):
             yield Wrong(text, n, f"{name} gets {len(grads)} gradients", f"{len(numbers)}")
         for p, g, want in zip(params, grads, numbers, strict=False):
@@ -258,59 +260,58 @@ class _Texts:
     # --- messages
 
     def _compared(
-        self, text: str, at: fx.Node | None, label: str, value: fx.Node | None, want: Term | int | None
+        self, text: str, at: fx.Node | None, label: str, value: fx.Node | None, want: Term | None
     ) -> Iterator[Wrong]:
         """Report a value that is another term, by the first line, from the inputs on, in which they differ.
 
         at: the line to name if there is none.
         """
-        have, want = None if value is None else self._env[text][value], Term(want) if isinstance(want, int) else want
+        have = None if value is None else self._env[text][value]
         if have is None or want is None:
             if have is not want:
                 state = "it is there" if have is not None else "there is none"
                 yield Wrong(text, at, f"{label}: {state}", "none" if want is None else "one")
         elif have != want:
-            a, b = self._deepest(have.number, want.number)
+            a, b = self._deepest(have, want)
             where, line = self._line_of.get(a, (text, at))
             yield Wrong(where, line, f"{label} is not what the chain rule gives: this line differs", self._shown(b))
 
-    def _deepest(self, have: int, want: int) -> tuple[int, int]:
+    def _deepest(self, have: Term, want: Term) -> tuple[Term, Term]:
         """Return the innermost unequal terms at the same place of both."""
         while True:
-            (op, left), (other, right) = self._terms.parts(have), self._terms.parts(want)
+            (op, left), (other, right) = parts(have), parts(want)
             if op == "sum" and other == "sum":
                 extra, missing = (list((Counter(x) - Counter(y)).elements()) for x, y in ((left, right), (right, left)))
                 left, right = (extra, missing) if len(extra) == len(missing) else ([], [])
             if op != other or len(left) != len(right):
                 return have, want
-            pairs = [(x, y) for x, y in zip(left, right, strict=True) if x != y]
-            if not pairs or sorted(left) == sorted(right):  # constants differ, or operands are swapped
+            pairs = [(x, y) for x, y in zip(left, right, strict=True) if x is not y]
+            if not pairs or Counter(left) == Counter(right):  # constants differ, or operands are swapped
                 return have, want
             have, want = pairs[0]
 
-    def _shown(self, term: int, depth: int = 2) -> str:
-        op, parts = self._terms.parts(term)
+    def _shown(self, term: Term, depth: int = 2) -> str:
+        op, operands = parts(term)
         if isinstance(op, str) and op != "sum":
             return op
         if depth == 0 or term in self._line_of:
             return self._line_of[term][1].name if term in self._line_of else "..."
         name = op if op == "sum" else getattr(op, "__name__", str(op))
-        return f"{name}({', '.join(self._shown(t, depth - 1) for t in parts)})"
+        return f"{name}({', '.join(self._shown(t, depth - 1) for t in operands)})"
 
 
-def _overwritten(graph: fx.Graph, fresh: set[str]) -> Iterator[tuple[fx.Node, str]]:
+def _overwritten(graph: fx.Graph, fresh: set[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     """Yield lines that reuse memory that another line still reads. fresh: as of `_Texts.fresh`."""
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
     memory: dict[fx.Node, fx.Node] = {}  # the line that allocated it
     sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for n in nodes:
-        first = n.args[0] if n.args and isinstance(n.args[0], fx.Node) else None
-        shares = first is not None and (is_view(n.target) or n.target in _MEMORY_OF_FIRST)
-        if _result(n) is not None:  # each result has its own memory; reading one twice is the same memory
-            memory[n] = next(u for u in first.users if u.target is operator.getitem and u.args == n.args)  # type: ignore[union-attr]
+        first = _shared(n)
+        if first is not None and _result(n) is not None:  # reading one result twice is the same memory
+            memory[n] = next(u for u in first.users if u.target is operator.getitem and u.args == n.args)
         else:
-            memory[n] = memory[first] if shares and first is not None else n
+            memory[n] = n if first is None else memory[first]
         sharing[memory[n]].append(n)
     for n in nodes:
         own = n.target is ops.accumulate and bool(n.kwargs.get("own"))
@@ -319,7 +320,7 @@ def _overwritten(graph: fx.Graph, fresh: set[str]) -> Iterator[tuple[fx.Node, st
         x: Any = n.args[1] if own else n.args[0]
         maker = memory[x]
         op = _result(maker) or maker
-        new = (isinstance(op.target, OpOverload) or maker.name in fresh) and not op.meta.get("repeats")
+        new = (isinstance(op.target, OpOverload) or maker in fresh) and not op.meta.get("repeats")
         if maker.op != "call_function" or not new:
             yield n, f"it takes over the memory of {maker.name}, which is not this text's own"
             continue
@@ -339,22 +340,25 @@ def _result(n: fx.Node) -> fx.Node | None:
     return of if separate and of is not n else None
 
 
+def _shared(n: fx.Node) -> fx.Node | None:
+    """Return the first operand of a line whose result may use its memory; else None."""
+    first = n.args[0] if n.args and (is_view(n.target) or n.target is ops.add_into) else None
+    return first if isinstance(first, fx.Node) else None
+
+
 def _views_of(n: fx.Node) -> Iterator[fx.Node]:
-    for u in n.users:
-        if u.args and u.args[0] is n and (is_view(u.target) or u.target in _MEMORY_OF_FIRST):
-            yield u
-            yield from _views_of(u)
+    for u in (u for u in n.users if _shared(u) is n):
+        yield u
+        yield from _views_of(u)
 
 
 def _unfinished(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     """Yield collectives and copies that begin and are not waited for exactly once, or are read before."""
     for n in graph.nodes:
-        wait = _WAITS.get(n.target) if n.op == "call_function" else None
-        if wait is None:
+        if (wait := _WAITS.get(n.target)) is None:
             continue
-        waits = [u for u in n.users if u.target is wait]
+        waits, others = ([u for u in n.users if (u.target is wait) == of_wait] for of_wait in (True, False))
         if len(waits) != 1:
             yield n, f"what it begins is waited for {len(waits)} times"
-        others = [u for u in n.users if u.target is not wait]
         if others:
             yield n, f"{others[0].name} reads what is still on its way"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import fx
 
-from shardc.ir.graph import enlarges, operands_of, values_of
+from shardc.ir.graph import enlarges, operands_of, value_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Partial, Placement, Shard
 from shardc.rules.core import registry
 from shardc.rules.core.choices import Choices
-from shardc.rules.core.registry import LocalCall
 from shardc.rules.core.strategy import Strategy
+from shardc.runtime import ops
 from shardc.verify.static.statement import NAMES, Claim, on_axis
 
 if TYPE_CHECKING:
@@ -31,29 +31,37 @@ Strategies = dict[str, Strategy]
 Hints = Mapping[str, Sequence[Placement]]
 
 
-def fitting(choices: Choices, claims: Sequence[Claim], hint: Hints, mesh: Mesh) -> Iterator[Strategies]:
-    """Yield each choice of strategies, one per axis, that takes operands with these layouts.
+def _by_axis(
+    choices: Choices, claims: Sequence[Claim], hint: Hints, mesh: Mesh
+) -> Iterator[tuple[str, list[Placement], list[Strategy]]]:
+    """Yield for each axis how it has the operands, and the strategies that take them so."""
+    for axis, n in mesh.axes:
+        have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
+        possible, values = _possible(choices, have, hint.get(axis, ()), n), choices.call.operands
+        yield axis, have, list(dict.fromkeys(s for s in possible if list(map(on_axis, s.inputs, values)) == have))
+
+
+def fitting(
+    choices: Choices, claims: Sequence[Claim], hint: Hints, mesh: Mesh
+) -> Iterator[tuple[Strategies, tuple[Layout, ...]]]:
+    """Yield each choice of strategies, one per axis, that takes operands with these layouts, and its results' layouts.
 
     hint: for an op without operands, the placements that its result may have, by axis; they are still checked.
     """
-    by_axis: list[list[Strategy]] = []
-    for axis, n in mesh.axes:
-        have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
-        strategies = [s for s in _possible(choices, have, hint.get(axis, ()), n) if _takes(s, have, choices)]
-        if not strategies:
-            return
-        by_axis.append(list(dict.fromkeys(strategies)))
-    for combination in product(*by_axis):
-        yield dict(zip(mesh.names, combination, strict=True))
+    results = choices.call.results
+    for combination in product(*(strategies for *_, strategies in _by_axis(choices, claims, hint, mesh))):
+        by_axis = dict(zip(mesh.names, combination, strict=True))
+        placed = [{a: on_axis(s.outputs[i], v) for a, s in by_axis.items()} for i, v in enumerate(results)]
+        layouts = tuple(Layout.of(each, mesh) for each in placed)
+        if not any(layout.problem(v.shape, mesh) for layout, v in zip(layouts, results, strict=True)):
+            yield by_axis, layouts
 
 
 def misfit(choices: Choices, claims: Sequence[Claim], mesh: Mesh) -> str:
     """Return in words the axis on which no strategy takes these operands; "" if each axis has one."""
-    for axis, n in mesh.axes:
-        have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
-        if not any(_takes(s, have, choices) for s in _possible(choices, have, (), n)):
-            shown = ", ".join(_shown(p) for p in have)
-            return f"on {axis} its operands are ({shown}), and no way to run it takes them so"
+    for axis, have, strategies in _by_axis(choices, claims, {}, mesh):
+        if not strategies:
+            return f"on {axis} its operands are ({', '.join(map(_shown, have))}), and no way to run it takes them so"
     return ""
 
 
@@ -78,24 +86,8 @@ def _possible(choices: Choices, have: Sequence[Placement], hint: Sequence[Placem
         yield from choices.rule.extra(choices.call, n, [frozenset({p}) for p in have])
 
 
-def _takes(strategy: Strategy, have: Sequence[Placement], choices: Choices) -> bool:
-    need = (on_axis(p, v) for p, v in zip(strategy.inputs, choices.call.operands, strict=True))
-    return all(a == b for a, b in zip(need, have, strict=True))
-
-
-def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layout, ...] | None:
-    """Return the layouts of an op's results; None if one does not fit (two axes take the same part)."""
-    layouts = []
-    for i, v in enumerate(choices.call.results):
-        layout = Layout.of({a: on_axis(s.outputs[i], v) for a, s in strategies.items()}, mesh)
-        if layout.problem(v.shape, mesh):
-            return None
-        layouts.append(layout)
-    return tuple(layouts)
-
-
 def harm_of_padding(
-    model: Model, node: fx.Node, strategies: Strategies, claims: Sequence[Claim], lines: Sequence[fx.Node] = ()
+    model: Model, node: fx.Node, strategies: Strategies, claims: Sequence[Claim], lines: Sequence[fx.Node]
 ) -> str:
     """Return how padding of the operands harms the op's result or gradients; "" if it does not.
 
@@ -104,7 +96,7 @@ def harm_of_padding(
     if not any(claim.layout.paddings() for claim in claims):
         return ""
     choices, weights = model.choices_of(node), model.weights
-    operands = [operand.meta["value"] for operand in operands_of(node)]
+    operands = list(map(value_of, operands_of(node)))
     numbers = [
         {dict(claim.fills).get(d) for d in choices.kept_dims(strategies.values(), i)} for i, claim in enumerate(claims)
     ]
@@ -113,49 +105,17 @@ def harm_of_padding(
     if not choices.finite(node, strategies.values(), padded_by, copies):
         return "it is not finite, or its derivative is not, wherever the padding of its operands may be"
     for i, (operand, claim) in enumerate(zip(operands_of(node), claims, strict=True)):
-        padded = {s.dim for s in claim.layout.paddings()}
-        if not padded:
+        if not claim.layout.paddings():
             continue
         fills = dict(claim.fills)
-        summed = {
-            p.dim
-            for s in strategies.values()
-            if s.kind == "split" and any(isinstance(o, Partial) for o in s.outputs)
-            for p in (s.inputs[i],)
-            if isinstance(p, Shard)
-        }
-        if operand not in weights and any(fills.get(d) != 0 for d in summed & padded):
+        summed = {p.dim for s in strategies.values() if s.sums_padding(i) and isinstance(p := s.inputs[i], Shard)}
+        if operand not in weights and any(fills.get(d) != 0 for d in summed):
             return f"it sums over the padding of its operand {operand.name}, which is not zero"
         alone = any(s.sums_padding(i) and not s.multiplies_padding(i, operands) for s in strategies.values())
-        cleared = lines[i : i + 1] and getattr(lines[i].target, "__name__", "") == "fill_padding"  # its gradient too
-        if operand in weights and alone and not cleared and operand.meta["value"].requires_grad:
+        cleared = lines[i].target is ops.fill_padding  # its gradient too
+        if operand in weights and alone and not cleared and operands[i].requires_grad:
             return f"the gradient of its sum reaches the padding of the parameter {operand.name}"
     return ""
-
-
-def written(
-    choices: Choices,
-    strategies: Strategies,
-    layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mesh: Mesh,
-    mesh_node: fx.Node,
-    find: Callable[[Any, tuple[Any, ...], dict[str, Any]], fx.Node],
-) -> fx.Node:
-    """Return the node of a text that is this op as a rank runs it, found line by line through its rule.
-
-    layouts: of operands and results. args, kwargs: with the text's nodes. find: a call's node; raises LookupError.
-    """
-
-    def emit(target: Any, a: tuple[Any, ...], k: dict[str, Any], **_: Any) -> fx.Node:
-        return find(target, a, k)
-
-    rule = registry.find(choices.call.target)
-    split = any(s.kind not in ("replicate", "partial_grad", "partial") for s in strategies.values())
-    if rule is not None and rule.local is not None and split:
-        return rule.local(LocalCall(choices.call, mesh, strategies, *layouts, args, kwargs, mesh_node, emit))
-    return find(choices.call.target, args, kwargs)
 
 
 def hints(
@@ -177,12 +137,12 @@ def hints(
     axes = [(axis, n) for axis, n in mesh.axes if n > 1 and (wide or axis == MICROBATCH)]
     known = {p.split for each in placements.values() for p in each if isinstance(p, Shard)} | {1}
     paddings = {p.padding for _, p in splits} | {0}
-    rows = {(x.shape[s.dim], s.padding) for x in inputs if (s := x.microbatch) is not None}
+    rows = {(x.shape[s.dim], s.padding) for x in inputs if (s := x.microbatch) is not None and s.padding}
     for v in values_of(call)[:1]:
         for (axis, n), (d, size) in product(axes, enumerate(v.shape)):
             before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else known
-            # `inner`: what follows rows in a dim that a view merges
-            merged = {p * inner for have, p in rows if p and size % have == 0 for inner in _divisors(size // have)}
+            # a view may merge m rows with `inner` elements that follow each
+            merged = {p * inner for m, p in rows for inner in range(1, size // m + 1) if size % (m * inner) == 0}
             placements[axis] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
                 for padding in paddings | merged
@@ -192,21 +152,13 @@ def hints(
     return {a: list(each) for a, each in placements.items()}
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
     """Return parameters, and values that only move their elements, each once: their padding is zero."""
     weights: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder":
-            if node.name in params:
-                weights.add(node)
-            continue
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
-        moves = rule is not None and rule.linear == ((0,),)
-        if operands and operands[0] in weights and moves and not enlarges(node):
+        moves = rule is not None and rule.linear == ((0,),) and operands[0] in weights and not enlarges(node)
+        if moves or (node.op == "placeholder" and node.name in params):
             weights.add(node)
     return weights

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import fx
 
 from shardc.artifact import emit
 from shardc.errors import ShardcError
-from shardc.ir.graph import operands_of, source_of, values_of
+from shardc.ir.graph import operands_of, placeholders, source_of, values_of
 from shardc.ir.mesh import MICROBATCH
-from shardc.ir.placement import REPLICATE, Partial
+from shardc.ir.metadata import Value
+from shardc.ir.outputs import Output
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.units import plural
 from shardc.optional import registered, table
 from shardc.passes.joint.derivatives import Rules
@@ -24,7 +28,7 @@ from shardc.runtime.schedule import proof as schedule_proof
 from shardc.verify.static import assumptions, gradient_sums, joint_graphs
 from shardc.verify.static.op_types import misfit
 from shardc.verify.static.same_values import Model
-from shardc.verify.static.statement import Claim, mesh_of, normal, of_input, with_partial_grad
+from shardc.verify.static.statement import Claim, mesh_of, normal, of_input
 from shardc.verify.static.text import Text, TooLongError, shown
 
 
@@ -42,12 +46,8 @@ class Gap:
     right: str = ""
 
     def __str__(self) -> str:
-        rest = [
-            f"  {name}: {text}"
-            for name, text in (("line", self.line), ("model", self.source), ("right", self.right))
-            if text
-        ]
-        return "\n".join([f"{self.where}: {self.what}", *rest])
+        rest = {"line": self.line, "model": self.source, "right": self.right}
+        return "\n".join([f"{self.where}: {self.what}", *(f"  {name}: {text}" for name, text in rest.items() if text)])
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class _Checker:
     program: Program
     until: float
     lines: int = 0
+    #: The claims of values that stages send.
     sent: dict[str, list[Claim]] = field(default_factory=dict)
 
     def run(self) -> Iterator[Gap]:
@@ -116,68 +117,56 @@ class _Checker:
             return
         self.mesh = mesh_of(program)
         self.model = Model(program)
-        nodes = {n.name: n for n in self.model.graph.nodes if n.op == "placeholder"}
+        nodes = placeholders(self.model.graph)
         self.stored = {x.name: self._stored(x, nodes[x.name]) for x in program.stored if x.name in nodes}
         totals: tuple[tuple[Claim, ...], ...] = ()
         if program.prologue is not None:
             text = yield from self._text(program.prologue, ())
             returned: Any = program.prologue.graph.output_node().args[0]
-            missing = [n for n in returned[0] if n not in text.claims]
-            if missing:
+            totals = tuple(tuple(text.claims.get(n, ())) for n in returned[0])
+            if not all(totals):
                 return
-            totals = tuple(tuple(text.claims[n]) for n in returned[0])
         texts = []
         for stage in program.stages:
             text = yield from self._text(stage, totals)
             texts.append(text)
-            for name in stage.sends:
-                node = next(n for n in stage.graph.nodes if n.name == name)
-                if node in text.claims:
-                    self.sent[name] = text.claims[node]  # several claims if it is a constant
+            sends = set(stage.sends)
+            self.sent |= {n.name: c for n, c in text.claims.items() if n.name in sends}  # several claims of a constant
         yield from self._results(texts)
-        for name, fault in gradient_sums.wrong(program):
-            yield Gap(name, fault)
-        for wrong in registered("proof", "wrong", program.features):
-            yield from (Gap(name, fault) for name, fault in wrong(program, self.until))
+        features = (wrong(program, self.until) for wrong in registered("proof", "wrong", program.features))
+        yield from (Gap(name, fault) for name, fault in chain(gradient_sums.wrong(program), *features))
         yield from self._pipeline()
 
-    def _stored(self, x: Any, node: fx.Node) -> Claim:
+    def _stored(self, x: Param | Buffer | Input, node: fx.Node) -> Claim:
         """Return the claim of a placeholder; a parameter's gradient is a summand on axes that sum it later."""
-        names = {p.name for p in self.program.params}
-        layout = of_input(x, self.mesh) if hasattr(x, "microbatch") else x.layout
-        if x.name in names:
-            axes = tuple(a for a in x.reduce if "[" not in a)
-            layout = with_partial_grad(
-                layout, (*axes, MICROBATCH) if MICROBATCH in self.mesh.names else axes, self.mesh
-            )
-        fills = {(s.dim, 0.0) for s in layout.paddings()} if x.name in names else set()
-        return Claim(node, normal(layout, node.meta["value"]), frozenset(fills))
+        layout, fills = of_input(x, self.mesh) if isinstance(x, Input) else x.layout, frozenset[tuple[int, float]]()
+        if isinstance(x, Param):
+            summed = [a for a in x.reduce if "[" not in a] + [a for a in self.mesh.names if a == MICROBATCH]
+            placed = {a: p for a, p in layout.items if not isinstance(p, PartialGrad)}
+            layout = Layout.of(placed | dict.fromkeys(summed, PARTIAL_GRAD), self.mesh)
+            fills = frozenset((s.dim, 0.0) for s in layout.paddings())
+        return Claim(node, normal(layout, node.meta["value"]), fills)
 
     def _text(self, stage: Stage, totals: tuple[tuple[Claim, ...], ...]) -> Any:
         claims: dict[fx.Node, list[Claim]] = {}
-        known = {**self.stored}
-        for n in stage.graph.nodes:
-            if n.op != "placeholder" or n.meta.get("value") is None:
-                continue
-            if n.name in known and "collective" not in n.meta:
-                claims[n] = [known[n.name]]
+        for n in stage.graph.find_nodes(op="placeholder"):
+            if n.name in self.stored and "collective" not in n.meta:
+                claims[n] = [self.stored[n.name]]
             elif n.name in self.sent:
                 claims[n] = self.sent[n.name]
-            else:
-                yield self._gap(stage, n, "no earlier stage makes it, and it is neither stored nor an input")
+            elif n.meta.get("value") is not None:
+                fault = "no earlier stage makes it, and it is neither stored nor an input"
+                yield self._gap(stage.name, n, fault)
         text = Text(self.model, stage.graph, claims, totals, self.until)
-        text.run()
-        self.lines += sum(n.op == "call_function" for n in stage.graph.nodes)
+        self.lines += _calls(stage.graph)
         for node in text.unexplained():
-            yield self._gap(
-                stage,
-                node,
-                text.wrong.get(node) or text.unfit.get(node) or self._why(text, node),
-                self._right(text, node),
-            )
+            call = next((n for n in self.model.calls if n.name == node.name), None)
+            known = text.wrong.get(node) or text.unfit.get(node)
+            right = f"{call.target} by its rule" if call is not None and not known else ""
+            yield self._gap(stage.name, node, known or self._why(text, node, call), right)
         for node, why in text.wrong.items():
             if node in text.explained:
-                yield self._gap(stage, node, why)
+                yield self._gap(stage.name, node, why)
         yield from self._declared(stage, text)
         return text
 
@@ -185,85 +174,68 @@ class _Checker:
         """Check that the types shown in a text are those of its claims."""
         for node, claims in text.claims.items():
             value = node.meta.get("value")
-            if (
-                value is None
-                or isinstance(value, tuple)
-                or (node.op == "placeholder" and "collective" not in node.meta)  # it has its stored type
-                or node.target in table("proof", "BYTES")  # their layout is each rank's own; no other rank reads them
-            ):
+            stored = node.op == "placeholder" and "collective" not in node.meta  # it has its stored type
+            own = node.target in table("proof", "BYTES")  # their layout is each rank's own; no other rank reads them
+            if stored or own or not isinstance(value, Value):
                 continue
             expected = [shown(c.layout, self.mesh, own=True) for c in claims]
             if shown(value.layout, self.mesh) not in expected:
-                yield self._gap(
-                    stage, node, f"its type says ({value.layout or 'whole'}), it is ({claims[0].layout or 'whole'})"
-                )
+                fault = f"its type says ({value.layout or 'whole'}), it is ({claims[0].layout or 'whole'})"
+                yield self._gap(stage.name, node, fault)
 
     def _results(self, texts: list[Text]) -> Iterator[Gap]:
         """Check that loss, new buffers and outputs are the model's, in the layouts that the program declares."""
         program = self.program
-        model_output: Any = self.model.graph.output_node().args[0]
-        model_loss, model_values = model_output
-        new_buffers = dict(zip([b.name for b in program.buffers if b.updated], model_values, strict=False))
-        outs = dict(zip([o.name for o in program.outputs], model_values[len(new_buffers) :], strict=True))
-        stored = {b.name: b for b in program.buffers}
-        outputs = {o.name: o for o in program.outputs}
+        returned: Any = self.model.graph.output_node().args[0]
+        of_loss, values = returned
+        new = [b for b in program.buffers if b.updated]
+        buffers = {b.name: (b, of) for b, of in zip(new, values, strict=False)}
+        outputs = {o.name: (o, of) for o, of in zip(program.outputs, values[len(new) :], strict=True)}
         losses = 0
         for stage, text in zip(program.stages, texts, strict=True):
-            returned: Any = stage.graph.output_node().args[0]
-            loss, values = returned[0], returned[1]
-            if loss is not None:
+            returned = stage.graph.output_node().args[0]
+            if returned[0] is not None:
                 losses += 1
-                yield from self._loss(stage, text, loss, model_loss)
-            updates = stage.updates or (tuple(new_buffers) if len(program.stages) == 1 else ())
-            for name, node in zip((*updates, *stage.outputs), values, strict=True):
-                buffer, output = stored.get(name), outputs.get(name)
-                of = new_buffers[name] if name in updates else outs[name]
-                declared = buffer if name in updates else output
+                yield from self._result(stage, text, returned[0], of_loss, None)
+            updates = stage.updates or (buffers if len(program.stages) == 1 else ())
+            made: list[Any] = [*map(buffers.__getitem__, updates), *map(outputs.__getitem__, stage.outputs)]
+            for node, (declared, of) in zip(returned[1], made, strict=True):
                 yield from self._result(stage, text, node, of, declared)
-        if losses != (model_loss is not None):
-            right = "one does" if model_loss is not None else "none does: the program is forward-only"
+        if losses != (of_loss is not None):
+            right = "one does" if of_loss is not None else "none does: the program is forward-only"
             yield Gap("program", f"{losses} stages give the loss", right=right)
 
-    def _claims(
-        self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, name: str
-    ) -> Generator[Gap, None, list[Claim]]:
-        """Return the claims of a returned line about a value of the model; report a line that is another value."""
+    def _result(
+        self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, declared: Buffer | Output | None
+    ) -> Iterator[Gap]:
+        """Check a returned line. of: the model's node; declared: that buffer or output, None for the loss."""
+        name = declared.name if declared is not None else "the loss that the stage returns"
         claims = text.claims.get(node, [])
         same = [c for c in claims if c.of is self.model.one[of]]
         if claims and not same:
-            yield self._gap(stage, node, f"{name} is another value of the model", of.name)
-        return same
-
-    def _loss(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node) -> Iterator[Gap]:
-        same = yield from self._claims(stage, text, node, of, "the loss that the stage returns")
-        for axis in self.mesh.names if same else ():
-            p = same[0].layout[axis]
-            if axis == MICROBATCH and p != Partial():
-                yield self._gap(
-                    stage,
-                    node,
-                    "each microbatch gives the whole loss: the step counts it as often",
-                    "a summand in each",
-                )
-            elif p not in (REPLICATE, Partial()):
-                yield self._gap(stage, node, f"the loss is {same[0].layout}", "whole, or a summand of each rank")
-
-    def _result(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, declared: Any) -> Iterator[Gap]:
-        """Check the new value of a buffer or an output. declared: that buffer or output; of: the model's node."""
-        name, expected, adds = declared.name, declared.layout, declared.adds
-        same = yield from self._claims(stage, text, node, of, name)
+            yield self._gap(stage.name, node, f"{name} is another value of the model", of.name)
         if not same:
+            return
+        if declared is None:
+            yield from self._loss(stage, node, same[0].layout)
             return
 
         def as_declared(c: Claim) -> bool:
-            return shown(c.layout, self.mesh, own=True, padded=True) == shown(expected, self.mesh)
+            return shown(c.layout, self.mesh, own=True, padded=True) == shown(declared.layout, self.mesh)
 
-        claim = next(filter(as_declared, same), same[0])
-        layout = claim.layout
-        if MICROBATCH in self.mesh.names and adds != (layout[MICROBATCH] == Partial()):
-            yield self._gap(stage, node, f"{name}: its microbatches {'are no summands' if adds else 'are summands'}")
-        if not as_declared(claim):
-            yield self._gap(stage, node, f"{name} is ({layout or 'whole'})", f"({expected or 'whole'})")
+        layout = next(filter(as_declared, same), same[0]).layout
+        if MICROBATCH in self.mesh.names and declared.adds != (layout[MICROBATCH] == Partial()):
+            fault = f"{name}: its microbatches {'are no summands' if declared.adds else 'are summands'}"
+            yield self._gap(stage.name, node, fault)
+        if not any(map(as_declared, same)):
+            yield self._gap(stage.name, node, f"{name} is ({layout or 'whole'})", f"({declared.layout or 'whole'})")
+
+    def _loss(self, stage: Stage, node: fx.Node, layout: Layout) -> Iterator[Gap]:
+        if MICROBATCH in self.mesh.names and layout[MICROBATCH] != Partial():
+            fault = "each microbatch gives the whole loss: the step counts it as often"
+            yield self._gap(stage.name, node, fault, "a summand in each")
+        for _ in (a for a in self.mesh.names if a != MICROBATCH and layout[a] not in (REPLICATE, Partial())):
+            yield self._gap(stage.name, node, f"the loss is {layout}", "whole, or a summand of each rank")
 
     def _pipeline(self) -> Iterator[Gap]:
         """Check sends, receives and parameters of the stages, and that the schedule ends."""
@@ -273,24 +245,19 @@ class _Checker:
         makers, all_sent = {name: i for i, s in enumerate(program.stages) for name in s.sends}, True
         for i, stage in enumerate(program.stages):
             for name, value in stage.receives.items():
-                maker = makers.get(name)
-                if maker is None or maker == i:
+                if makers.get(name, i) == i:
                     yield Gap(f"{stage.name}: {name}", "no other stage sends it")
                     all_sent = False
                     continue
-                node = next(n for n in program.stages[maker].graph.nodes if n.name == name)
-                (sent,) = values_of(node)
+                maker = program.stages[makers[name]]
+                (sent,) = values_of(next(n for n in maker.graph.nodes if n.name == name))
                 if (sent.shape, sent.dtype, sent.layout) != (value.shape, value.dtype, value.layout):
-                    yield Gap(
-                        f"{stage.name}: {name}", f"it receives {value}, and {program.stages[maker].name} sends {sent}"
-                    )
-        used: dict[str, set[int]] = {}
-        for i, stage in enumerate(program.stages):
-            for name in stage.takes:
-                used.setdefault(name, set()).add(i)
+                    yield Gap(f"{stage.name}: {name}", f"it receives {value}, and {maker.name} sends {sent}")
+        takes = [set(stage.takes) for stage in program.stages]
         for p in program.params:
-            if p.stages and not used.get(p.name, set()) <= set(p.stages):
-                yield Gap(p.fqn, f"stages {sorted(used[p.name])} use it, and it is of stages {list(p.stages)}")
+            users = [i for i, names in enumerate(takes) if p.name in names]
+            if p.stages and not set(users) <= set(p.stages):
+                yield Gap(p.fqn, f"stages {users} use it, and it is of stages {list(p.stages)}")
         try:
             training = not program.forward_only
             schedule_proof.prove(program.schedule, program.edges if all_sent else None, training=training)
@@ -312,21 +279,19 @@ class _Checker:
                 yield self._of_joint(emit.pair_name(p), w)
 
     def _of_joint(self, name: str, w: joint_graphs.Wrong) -> Gap:
-        if w.line is None:
-            return Gap(f"{name}, {w.text}", w.what, right=w.right)
-        line = _line(w.line.graph, self.program, w.line)
-        return Gap(f"{name}, {w.text}: {w.line.name}", w.what, line, str(source_of(w.line)), w.right)
+        place = f"{name}, {w.text}"
+        return Gap(place, w.what, right=w.right) if w.line is None else self._gap(place, w.line, w.what, w.right)
 
     # --- messages
 
-    def _gap(self, stage: Stage, node: fx.Node, what: str, right: str = "") -> Gap:
-        return Gap(
-            f"{stage.name}: {node.name}", what, _line(stage.graph, self.program, node), str(source_of(node)), right
-        )
+    def _gap(self, place: str, node: fx.Node, what: str, right: str = "") -> Gap:
+        start = f"    {node.name} = "
+        text = emit.function(node.graph, self.program)
+        line = next((line.strip() for line in text.splitlines() if line.startswith(start)), "")
+        return Gap(f"{place}: {node.name}", what, line, str(source_of(node)), right)
 
-    def _why(self, text: Text, node: fx.Node) -> str:
-        """Return why a line is no op of the model: compare it with the op of its name, if there is one."""
-        call = next((n for n in self.model.calls if n.name == node.name), None)
+    def _why(self, text: Text, node: fx.Node, call: fx.Node | None) -> str:
+        """Return why a line is no op of the model. call: the model's op of its name, if there is one."""
         if call is None or call.target != node.target:
             return "it is no op of the model on these operands, nor what a rule makes of one"
         expected = [self.model.one[x] for x in operands_of(call)]
@@ -340,17 +305,6 @@ class _Checker:
             return why
         return "its sizes, digits or constants are not those that its rule gives a rank's part"
 
-    def _right(self, text: Text, node: fx.Node) -> str:
-        call = next((n for n in self.model.calls if n.name == node.name), None)
-        return f"{call.target} by its rule" if call is not None and node not in text.wrong | text.unfit else ""
-
 
 def _calls(graph: fx.Graph) -> int:
     return sum(n.op == "call_function" for n in graph.nodes)
-
-
-def _line(graph: fx.Graph, program: Program, node: fx.Node) -> str:
-    """Return the line of the program's text that shows a node."""
-    start = f"    {node.name} = "
-    text = emit.function(graph, program)
-    return next((line.strip() for line in text.splitlines() if line.startswith(start)), "")

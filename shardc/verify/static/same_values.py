@@ -46,9 +46,8 @@ class Model:
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.items: dict[tuple[fx.Node, int], fx.Node] = {}
-        #: Values without a node in the model's graph: a number that is added to a sum, truth values as counts.
-        self.others: dict[Any, fx.Node] = {}
-        self.stand_ins = fx.Graph()
+        #: Truth values as numbers, where the model does not cast them.
+        self.counts: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             self.one[node] = node
             if node.op != "call_function":
@@ -70,20 +69,15 @@ class Model:
     def choices_of(self, node: fx.Node) -> Choices:
         return choices_of(node, self.choices)
 
-    def added(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Value) -> fx.Node:
-        """Return a new call that the model does not have, equal to calls that it has."""
-        node = fx.Node(self.stand_ins, f"added{len(self.one)}", "call_function", target, (), {})
-        node.args, node.kwargs, node.meta["value"] = args, kwargs, value
-        self.one[node] = node
+    def added(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Value, of: fx.Node | None = None
+    ) -> fx.Node:
+        """Return a call that the model does not have. of: the call of the model that has its value, if one has."""
+        node = fx.Node(fx.Graph(), f"added{len(self.one)}", "call_function", target, args, kwargs)
+        node.meta["value"], self.one[node] = value, of or node
+        for x in node.all_input_nodes:
+            del x.users[node]  # the model's graph stays as it is
         return node
-
-    def stand_in(self, key: Any, value: Value) -> fx.Node:
-        """Return the node for a value that the model's graph does not name."""
-        if key not in self.others:
-            node = self.stand_ins.placeholder(f"other{len(self.others)}")
-            node.meta["value"] = value
-            self.others[key] = node
-        return self.others[key]
 
     def cast(self, of: fx.Node, dtype: Any) -> fx.Node | None:
         """Return a value in a dtype: itself, or the model's cast of it; None if the model has no cast."""

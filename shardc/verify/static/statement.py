@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -46,9 +47,7 @@ def mesh_of(program: Program) -> Mesh:
 
 def normal(layout: Layout, value: Value) -> Layout:
     """Return the layout without "replicated with partial gradient" if no gradient flows there."""
-    if needs_sum_grad(value):
-        return layout
-    return Layout(tuple((a, p) for a, p in layout.items if p != PARTIAL_GRAD))
+    return Layout(tuple((a, p) for a, p in layout.items if on_axis(p, value) != REPLICATE))
 
 
 def on_axis(placement: Placement, value: Value) -> Placement:
@@ -61,9 +60,7 @@ def of_input(x: Input, mesh: Mesh) -> Layout:
     if x.microbatch is None or MICROBATCH not in mesh.names:
         return x.layout
     s = x.microbatch
-    outer = 1
-    for axis, _ in x.layout.shards(s.dim):
-        outer *= mesh.size(axis)
+    outer = math.prod(mesh.size(axis) for axis, _ in x.layout.shards(s.dim))
     return Layout((*x.layout.items, (MICROBATCH, replace(s, split=s.split * outer))))
 
 
@@ -82,9 +79,3 @@ def of_one_microbatch(layout: Layout, mesh: Mesh, *, padded: bool = False) -> La
         return replace(p, split=split, padding=p.padding if padded else 0, blocks=1)
 
     return Layout(tuple((a, inner(p)) for a, p in rest))
-
-
-def with_partial_grad(layout: Layout, axes: tuple[str, ...], mesh: Mesh) -> Layout:
-    """Return the layout with partial gradients on exactly these axes."""
-    placed = {a: p for a, p in layout.items if not isinstance(p, PartialGrad)}
-    return Layout.of(placed | dict.fromkeys(axes, PARTIAL_GRAD), mesh)

@@ -11,26 +11,30 @@ import math
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import operands_of, producer_of, values_of
+from shardc.ir.graph import operands_of, placeholders, producer_of, value_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import Layout, Partial, PartialGrad, Placement
+from shardc.ir.metadata import Value
+from shardc.ir.placement import Layout, PartialGrad, Placement
+from shardc.ir.stored import Bucket
 from shardc.optional import table
-from shardc.rules.core.choices import Choices
+from shardc.rules.core.registry import LocalCall
 from shardc.runtime import ops
 from shardc.verify.static import chunked_loss, op_types
 from shardc.verify.static.follow import follow
-from shardc.verify.static.same_values import Model, call_key, frozen, misreads
+from shardc.verify.static.same_values import Model, call_key, misreads
 from shardc.verify.static.statement import Claim, of_one_microbatch
 
 aten = torch.ops.aten
 _PLUS = {aten.add.Tensor, aten.sub.Tensor}
+#: A line that holds a part of a value, and which.
+Form = tuple[fx.Node, Claim]
 
 
 class TooLongError(Exception):
@@ -44,7 +48,7 @@ class Text:
     graph: of a stage, or of the prologue. given: the claims of its placeholders. totals: the sums of the prologue, by
     number. until: when to stop, on time.perf_counter.
 
-    After `run`: claims of each line that is right (a constant has several: it is the same part of many values); wrong:
+    Then: claims of each line that is right (a constant has several: it is the same part of many values); wrong:
     line -> why it cannot be what the text says; unfit: line -> why nothing follows from one claim of its operands. This
     matters if nothing follows from any of them.
     """
@@ -54,20 +58,20 @@ class Text:
     given: Mapping[fx.Node, Sequence[Claim]]
     totals: tuple[tuple[Claim, ...], ...] = ()
     until: float = math.inf
-    claims: dict[fx.Node, list[Claim]] = field(default_factory=dict)
-    wrong: dict[fx.Node, str] = field(default_factory=dict)
-    unfit: dict[fx.Node, str] = field(default_factory=dict)
 
-    def run(self) -> None:
+    def __post_init__(self) -> None:
         self.mesh: Mesh = self.model.mesh
+        self.claims: dict[fx.Node, list[Claim]] = {}
+        self.wrong: dict[fx.Node, str] = {}
+        self.unfit: dict[fx.Node, str] = {}
         #: one: each line's first equal line. twins: the lines that are equal to a first one.
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.twins: dict[fx.Node, list[fx.Node]] = {}
         #: By value of the model: the lines that hold a part of it, with their claims.
-        self.forms: dict[fx.Node, list[tuple[fx.Node, Claim]]] = {}
-        #: By line that fetches parameters: the names of these.
-        self.fetched: dict[fx.Node, tuple[str, ...]] = {}
+        self.forms: dict[fx.Node, list[Form]] = {}
+        #: By line that fetches parameters: these, and their bucket.
+        self.fetched: dict[fx.Node, tuple[Sequence[fx.Node], Bucket]] = {}
         self.explained: set[fx.Node] = set()
         for node in self.graph.nodes:
             unique = node.op != "call_function" or misreads(node)
@@ -75,26 +79,34 @@ class Text:
             key = key or (node if unique else call_key(node.target, node.args, node.kwargs, self.one))
             self.one[node] = self.by_call.setdefault(key, node)
             self.twins.setdefault(self.one[node], []).append(node)
-        nodes = {n.name: n for n in self.graph.nodes}
-        self.mesh_node = nodes["mesh"]
-        self.no_tensors = {
-            n: nodes[n.name] for n in self.model.graph.nodes if n.op == "placeholder" and n.meta.get("value") is None
-        }
+        self.inputs = placeholders(self.graph)
         # a parameter of a cut bucket may be read only after its owners publish it
         cut = {name for b in self.model.program.buckets if b.zero for name in b.params}
-        for node, claims in self.given.items():
-            for claim in list(claims) if node.name not in cut else ():
-                self.claim(node, claim)
+        for node, claim in [(n, c) for n, claims in self.given.items() for c in claims if n.name not in cut]:
+            self.claim(node, claim)
         for node in self.graph.nodes:  # lines that no claim leads to: they take only the mesh, or buckets
-            if node.target in (ops.total, aten.full.default, ops.gather_start, ops.updated):
+            if node.target in (ops.total, ops.gather_start, ops.updated):
                 follow(self, node, node, None)
-        in_chunks = any(n.target is ops.linear_nll for n in self.graph.nodes)
-        chunked = dict(chunked_loss.reordered(self.model)) if in_chunks else {}
+        others = dict(self._rewritten())
         for call in self.model.calls:
             if time.perf_counter() > self.until:
                 raise TooLongError
-            for op in (call, *chunked.get(call, ())):
+            for op in (call, *others.get(call, ())):
                 self.find(op)
+
+    def _rewritten(self) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+        """Yield calls of the model that the text may compute by other calls, with these."""
+        if any(n.target is ops.linear_nll for n in self.graph.nodes):
+            yield from chunked_loss.reordered(self.model)
+        if any(n.target is aten.full.default and not n.args[0] for n in self.graph.nodes):
+            # x + 3: where x is a summand in each microbatch, only one of them adds the 3
+            for call in (c for c in self.model.calls if c.target in _PLUS and len(c.args) > 1):
+                x, number, *rest = call.args
+                if not isinstance(number, fx.Node):
+                    of = Value((), dtype := value_of(call).dtype)
+                    number = self.model.added(aten.full.default, ([], number), {"dtype": dtype}, of)
+                    plus = self.model.added(call.target, (x, number, *rest), dict(call.kwargs), value_of(call), call)
+                    yield call, [number, plus]
 
     def unexplained(self) -> Iterator[fx.Node]:
         """Yield the first unexplained lines: those whose operands are all explained."""
@@ -131,76 +143,58 @@ class Text:
 
     def find(self, call: fx.Node) -> None:
         """Find the lines that are this op of the model: any forms of its operands, any way its rule allows."""
-        operands = [self.model.one[x] for x in operands_of(call)]
-        forms = {x: self.forms.get(x, []) for x in operands}
-        if not all(forms.values()):
+        ways = list(product(*(self.forms.get(self.model.one[x], ()) for x in operands_of(call))))
+        if not ways:
             return
-        choices = self.model.choices_of(call)
-        # an operand that occurs twice mostly has one form: try that first, and independent forms only if it fails
-        once = (dict(zip(forms, chosen, strict=True)) for chosen in product(*forms.values()))
-        uniform = [[by[x] for x in operands] for by in once]
-        mixed = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
-        padded = any(x.microbatch is not None and x.microbatch.padding for x in self.model.program.inputs)
-        for hint, strict in self._hints(call, choices):
-            for ways in (uniform, mixed):
-                # try each: several lines may be this op
-                if sum(self._match(call, choices, way, hint, strict=strict) for way in ways):
-                    if not strict or not padded:
-                        return
-                    break  # a constant: no type shows what microbatches pad
-
-    def _hints(self, call: fx.Node, choices: Choices) -> Iterator[tuple[op_types.Hints, bool]]:
-        """Yield hints of the result's placements, for `_match`, and whether the text has to agree."""
-        if not any(all(place is None for place in ins) for ins, _ in choices.places.values()):
-            yield {}, False
+        places = self.model.choices_of(call).places.values()
+        if not any(all(place is None for place in ins) for ins, _ in places):
+            for way in ways:  # try each: several lines may be this op
+                self._match(call, way, {}, strict=False)
             return
-        program = self.model.program
-        shows = self._shown_of(call)  # a constant fits thousands of layouts: its lines in the text say which
-        yield op_types.hints(call, shows, program.inputs, self.mesh), True
-        stored = [x.layout for x in program.stored]  # padding that a view moves is in no type
-        yield op_types.hints(call, [*stored, *shows], program.inputs, self.mesh, wide=True), False
+        # a constant fits thousands of layouts: its lines in the text say which
+        inputs, stored = self.model.program.inputs, [x.layout for x in self.model.program.stored]
+        named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in self.model.names[call]]
+        shows = [v.layout for n in named for v in values_of(n)]
+        hint = op_types.hints(call, shows, inputs, self.mesh)
+        matched = [self._match(call, way, hint, strict=True) for way in ways]
+        if not any(matched) or any(x.microbatch is not None and x.microbatch.padding for x in inputs):
+            # no type shows padding of microbatches, or that a view moves
+            hint = op_types.hints(call, [*stored, *shows], inputs, self.mesh, wide=True)
+            for way in ways:
+                self._match(call, way, hint, strict=False)
 
-    def _match(
-        self,
-        call: fx.Node,
-        choices: Choices,
-        forms: list[tuple[fx.Node, Claim]],
-        hint: op_types.Hints,
-        *,
-        strict: bool,
-    ) -> bool:
+    def _match(self, call: fx.Node, forms: Sequence[Form], hint: op_types.Hints, *, strict: bool) -> bool:
         """Claim the lines that are this op on these forms, and return whether there are any.
 
         hint: see `op_types.hints`. strict: only lines count whose type in the text agrees.
         """
-        order = iter(line for line, _ in forms)
+        choices, order = self.model.choices_of(call), (line for line, _ in forms)
 
         def local(n: fx.Node) -> fx.Node:
-            return self.no_tensors[n] if n.meta.get("value") is None else next(order)
+            return self.inputs[n.name] if n.meta.get("value") is None else next(order)  # the mesh, random numbers
 
         args = tuple(fx.node.map_arg(call.args, local))
         kwargs = dict(fx.node.map_arg(dict(sorted(call.kwargs.items())), local))
         claims = [claim for _, claim in forms]
         need = tuple(c.layout for c in claims)
         matches: list[tuple[fx.Node, list[fx.Node], tuple[Layout, ...]]] = []
-        for strategies in op_types.fitting(choices, claims, hint, self.mesh):
-            layouts = op_types.results(choices, strategies, self.mesh)
-            if layouts is None:
-                continue
+        lines = [line for line, _ in forms]
+        for strategies, layouts in op_types.fitting(choices, claims, hint, self.mesh):
             touched: list[fx.Node] = []
 
-            def find(target: Any, a: tuple[Any, ...], k: dict[str, Any], touched: list[fx.Node] = touched) -> fx.Node:
-                line = self.line(target, a, k)
-                touched.append(line)
-                return line
+            def find(target: Any, a: Any, k: dict[str, Any], touched: list[fx.Node] = touched, **_: Any) -> fx.Node:
+                touched.append(self.line(target, a, k))
+                return touched[-1]
 
+            whole = all(s.kind in ("replicate", "partial_grad", "partial") for s in strategies.values())
             try:
-                line = op_types.written(
-                    choices, strategies, (need, layouts), args, kwargs, self.mesh, self.mesh_node, find
-                )
+                if whole or choices.rule.local is None:
+                    line = find(call.target, args, kwargs)
+                else:  # the op as a rank runs it, line by line
+                    of = (choices.call, self.mesh, strategies, need, layouts)
+                    line = choices.rule.local(LocalCall(*of, args, kwargs, self.inputs["mesh"], find))
             except LookupError:
                 continue
-            lines = [line for line, _ in forms]
             if why := op_types.harm_of_padding(self.model, call, strategies, claims, lines):
                 self.unfit[line] = why
                 continue
@@ -213,8 +207,6 @@ class Text:
                 self.explained.update(self.twins[self.one[node]])
             for node in (line, *self._as_bytes(line.target, line.args, line.kwargs)):
                 self._result(call, node, layouts)
-        if not matches and call.target in _PLUS and len(forms) == 1:
-            return self._plus_number(call, *forms[0])
         return bool(matches)
 
     def line(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -240,12 +232,6 @@ class Text:
             for twin in self.twins[self.one[line]]
         )
 
-    def _shown_of(self, call: fx.Node) -> list[Layout]:
-        """Return the layouts of lines that have one of an op's names."""
-        names = self.model.names[call]
-        named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in names]
-        return [v.layout for n in named for v in values_of(n)]
-
     def _result(self, call: fx.Node, line: fx.Node, layouts: tuple[Layout, ...]) -> None:
         if not isinstance(call.meta["value"], tuple):
             self.claim(line, Claim(self.model.one[call], layouts[0]))
@@ -258,17 +244,6 @@ class Text:
                 self.explained.add(user)
                 if of is not None:
                     self.claim(user, Claim(of, layouts[index]))
-
-    def _plus_number(self, call: fx.Node, x: fx.Node, claim: Claim) -> bool:
-        """Claim x + 3, where x is a summand in each microbatch: only one of them adds the 3."""
-        number = self.model.others.get(("number", frozen(call.args[1], {}))) if len(call.args) > 1 else None
-        for brought, one in self.forms.get(number, []) if number is not None else []:
-            line = self.by_call.get(call_key(call.target, (x, brought, *call.args[2:]), call.kwargs, self.one))
-            summands = {a for a, p in claim.layout.items if p == Partial()}
-            if line is not None and {a for a, p in one.layout.items if p == Partial()} == summands:
-                self.claim(line, Claim(call, claim.layout))
-                return True
-        return False
 
 
 def shown(layout: Layout, mesh: Mesh, *, own: bool = False, padded: bool = False) -> dict[str, Placement]:
