@@ -80,7 +80,7 @@ ops: $(READY)   ## docs/measured/ops.md: PyTorch's operator database by shardc a
 
 faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that reaches the disk, ranks that are killed, stopped, raise or differ
 	$(BIN)/python tests/runtime/state/faults.py
-	$(BIN)/python tests/cli/kill.py
+	$(BIN)/python -m tests.cli.fault_table --kills 100 --steps 400
 	$(BIN)/python -m tests.cli.fault_table
 	$(BIN)/torchrun --nproc-per-node 4 --module tests.runtime.mesh.differences
 

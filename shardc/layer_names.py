@@ -22,22 +22,14 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of it that is a number
 _HOLE = "\0"
 
 
-def layers_of(name: str) -> list[tuple[str, str]]:
-    """Return (list of layers, number) for every list that contains a module or parameter, outermost first.
-
-    >>> layers_of("h.3.attn.2.weight"), layers_of("0.bias"), layers_of("head")
-    ([('h', '3'), ('h.3.attn', '2')], [('', '0')], [])
-    """
-    return [(name[: max(m.start() - 1, 0)], m[0]) for m in _NUMBER.finditer(name)]
-
-
 def layer_of(name: str) -> tuple[str, str] | None:
     """Return (outermost list of layers, number) of a module or parameter; None if it is in no list.
 
     >>> layer_of("h.3.attn.2.weight"), layer_of("0.bias"), layer_of("head")
     (('h', '3'), ('', '0'), None)
     """
-    return next(iter(layers_of(name)), None)
+    m = _NUMBER.search(name)
+    return None if m is None else (name[: max(m.start() - 1, 0)], m[0])
 
 
 def enclosing_layers(name: str) -> list[str]:

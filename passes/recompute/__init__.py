@@ -28,6 +28,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -40,7 +41,7 @@ from shardc.ir.units import plural, size
 from shardc.layer_names import fold
 from shardc.passes.base import Pass
 from shardc.passes.joint.derivatives import Rules
-from shardc.passes.recompute.region_choice import Choice, KeptPositions, StageGraph
+from shardc.passes.recompute.region_choice import Choice, StageGraph
 from shardc.spec import Checkpoint as Entry
 
 
@@ -63,7 +64,7 @@ class Recompute(Pass):
         order = sorted(
             regions.values(), key=lambda r: r.name.count(".")
         )  # outer ones first: their names are prefixes of inner ones
-        rules, kept_positions = Rules(program), KeptPositions({})
+        rules, kept_positions = Rules(program), dict[Any, list[int]]()
         for stage in stages:
             graph = StageGraph(stage.graph, replace(program, regions=tuple(order)), rules)
             for region in order[::-1]:  # an outer region may recompute what an inner one holds

@@ -107,21 +107,17 @@ class Outcome:
 
 
 @dataclass
-class KeptPositions:
-    """What equal regions keep, as positions in a region: equal layers are decided once."""
-
-    known: dict[Any, list[int]]
-
-
-@dataclass
 class Choice:
-    """Decides which results one region keeps. members: its ops."""
+    """Decides which results one region keeps. members: its ops.
+
+    kept_positions: by key, what equal regions keep, as positions in a region: equal layers are decided once.
+    """
 
     graph: StageGraph
     region: str
     entry: Entry
     members: list[fx.Node]
-    kept_positions: KeptPositions
+    kept_positions: dict[Any, list[int]]
 
     def run(self) -> Outcome:
         self.inside = set(self.members)
@@ -263,10 +259,10 @@ class Choice:
             for n in self.members
         ]
         key = repr((share, look, sorted(self.graph.nbytes(n) for n in self.wanted if n not in self.inside)))
-        if key not in self.kept_positions.known:
+        if key not in self.kept_positions:
             keep = self._budget(share)
-            self.kept_positions.known[key] = [position[n] for n in keep]
-        return {self.members[i] for i in self.kept_positions.known[key]}
+            self.kept_positions[key] = [position[n] for n in keep]
+        return {self.members[i] for i in self.kept_positions[key]}
 
     def _budget(self, share: float) -> set[fx.Node]:
         """Choose greedily the results that save most work per byte, within the budget.

@@ -21,7 +21,7 @@ from shardc.runtime.mesh.step_context import MicrobatchContext, StepContext
 from shardc.runtime.stage import op_errors
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.bindings import bind
-from shardc.runtime.stage.profiler_ranges import with_ranges
+from shardc.runtime.stage.profiler_ranges import Mark
 from shardc.runtime.stage.repeated_lines import insert_repeat_marks
 
 
@@ -29,7 +29,7 @@ class JointStage:
     """The forward and backward graphs of a stage with `joint`.
 
     graphs: forward, backward, perhaps weights, as prepared for this device. on_host: activations kept on the host.
-    compiler: compiles fused regions. .weights: the second half, if any.
+    compiler: compiles fused regions; mark: see Interpreter. .weights: the second half, if any.
     """
 
     def __init__(
@@ -37,9 +37,8 @@ class JointStage:
         stage: Stage,
         graphs: Mapping[str, fx.Graph],
         on_host: OffloadedTensors,
-        *,
-        ranges: bool,
         compiler: Compiler | None = None,
+        mark: Mark | None = None,
     ) -> None:
         self._on_host = on_host
         forward, backward = graphs["forward"], graphs["backward"]
@@ -50,10 +49,10 @@ class JointStage:
         outputs: Any = forward.output_node().args[0]
         self._kept = [n.name for n in outputs[3]]
         self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_compiled_regions(forward, compiler))))
-        if ranges:
-            self._forward = with_ranges(self._forward, forward)
-        self._backward = _ConsumingGraph(backward, compiler, ranges=ranges)
-        self.weights = _ConsumingGraph(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
+        if mark is not None:
+            self._forward = mark(self._forward, forward)
+        self._backward = _ConsumingGraph(backward, compiler, mark)
+        self.weights = _ConsumingGraph(graphs["weights"], compiler, mark) if "weights" in graphs else None
         results: Any = backward.output_node().args[0]
         self._passed_to_weights = [n.name for n in results[1]] if self.weights is not None else []
 
@@ -96,7 +95,7 @@ class JointStage:
 class JointPair:
     """One microbatch's forward and another's backward or forward as one graph (shardc.passes.joint.pair).
 
-    graph: as prepared for this device. forward, then: the stages of its halves. on_host, compiler: see JointStage.
+    graph: as prepared for this device. forward, then: the stages of its halves. Others: see JointStage.
     """
 
     def __init__(
@@ -106,9 +105,8 @@ class JointPair:
         forward: Stage,
         then: JointStage,
         on_host: OffloadedTensors,
-        *,
-        ranges: bool,
         compiler: Compiler | None = None,
+        mark: Mark | None = None,
     ) -> None:
         self._on_host = on_host
         assert forward.joint is not None
@@ -118,7 +116,7 @@ class JointPair:
         halves = returned[:1] if kind == "FB" else returned
         #: For each forward, the names of the values that it keeps.
         self._kept = [[n.name.removeprefix(self._second_prefix) for n in half[3]] for half in halves]
-        self._pair = _ConsumingGraph(graph, compiler, ranges=ranges)
+        self._pair = _ConsumingGraph(graph, compiler, mark)
 
     @torch.no_grad()
     def run(
@@ -190,10 +188,10 @@ class JointPair:
 class _ConsumingGraph:
     """A graph as a function that pops its inputs from a dict: each is freed at its last use."""
 
-    def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
+    def __init__(self, graph: fx.Graph, compiler: Compiler | None, mark: Mark | None) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
         module = _popping(with_compiled_regions(graph, compiler))
-        self._run = with_ranges(module, graph) if ranges else module
+        self._run = mark(module, graph) if mark is not None else module
 
     @torch.no_grad()
     def __call__(self, kept: dict[str, Any], values: Mapping[str, Any], launch: Callable[[], None]) -> Any:

@@ -5,6 +5,7 @@ Events of backward have no ranges; the profiler links them to forward's by their
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -12,6 +13,9 @@ from torch.autograd.profiler import record_function
 
 from shardc.ir.graph import source_of
 from shardc.runtime.stage.repeated_lines import repeat
+
+#: Adds calls to the code of a graph: (the module that runs it, the graph) -> the module.
+Mark = Callable[[fx.GraphModule, fx.Graph], fx.GraphModule]
 
 
 def _begin(label: str) -> Any:

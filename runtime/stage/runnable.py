@@ -19,7 +19,7 @@ from shardc.runtime.stage import outputs
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.bindings import bind
 from shardc.runtime.stage.joint_stage import JointPair, JointStage
-from shardc.runtime.stage.profiler_ranges import with_ranges
+from shardc.runtime.stage.profiler_ranges import Mark
 
 # fx sets attributes of nodes while it writes a graph's code, and such a node is not found for a moment
 # (fx.Node.__setattr__): other ranks that are threads of this process, and share the program, must not read its graphs
@@ -66,8 +66,7 @@ class RunnableStage:
         device: torch.device,
         copies: OffloadedTensors,
         compiler: Compiler | None,
-        *,
-        ranges: bool = False,
+        mark: Mark | None = None,
     ) -> None:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
@@ -76,9 +75,9 @@ class RunnableStage:
         self.piped = bool(program.axis)
         self.updates = stage.updates if self.piped else tuple(b.name for b in program.buffers if b.updated)
         module = runnable(stage, device, program)
-        self.run: Callable[..., Any] = with_ranges(module, stage.graph) if ranges else module
+        self.run: Callable[..., Any] = mark(module, stage.graph) if mark is not None else module
         self._stage, self._device, self._copies = stage, device, copies
-        self._compiler, self._ranges = compiler, ranges
+        self._compiler, self._mark = compiler, mark
         self._joint: JointStage | None = None
 
     @property
@@ -94,7 +93,7 @@ class RunnableStage:
             )
         with WRITING:
             graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
-            self._joint = JointStage(self._stage, graphs, self._copies, ranges=self._ranges, compiler=self._compiler)
+            self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._mark)
         return self._joint
 
 
@@ -112,10 +111,9 @@ def runnable_pair(
     device: torch.device,
     copies: OffloadedTensors,
     compiler: Compiler | None,
-    *,
-    ranges: bool,
+    mark: Mark | None,
 ) -> JointPair:
     """Make a merged pair runnable on a device. stages: those of this rank."""
     graph = on_device(pair.graph, device)
     first, then = program.stages[pair.first], stages[pair.then].joint
-    return JointPair(pair.kind, graph, first, then, copies, ranges=ranges, compiler=compiler)
+    return JointPair(pair.kind, graph, first, then, copies, compiler, mark)

@@ -15,20 +15,14 @@ from shardc.runtime.ops.zero import gather_start, gather_wait, updated
 
 def trained_params(program: Program) -> frozenset[str]:
     """Return the names of parameters that gradients reach in any stage, also on other ranks."""
-    return frozenset(name for stage in program.stages for name in trained_by(program, stage))
-
-
-def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
-    """Return the names of parameters that gradients reach in a stage, in the order of backward."""
-    params = {p.name for p in program.params}
-    reached = {n for n in backward_roots(program, stage) if requires_grad(n)}
-    trained = {n.name: None for n in reached if n.name in params}  # parameters that are returned unchanged
-    for n in reversed(stage.graph.nodes):
-        if n in reached:
-            following = [x for x in _gradients_of(n) if requires_grad(x)]
-            reached.update(following)
-            trained |= dict.fromkeys(x.name for x in following if x.name in params)
-    return tuple(trained)
+    params, trained = {p.name for p in program.params}, set[str]()
+    for stage in program.stages:
+        reached = {n for n in backward_roots(program, stage) if requires_grad(n)}
+        for n in reversed(stage.graph.nodes):
+            if n in reached:
+                reached.update(x for x in _gradients_of(n) if requires_grad(x))
+        trained |= {n.name for n in reached if n.name in params}
+    return frozenset(trained)
 
 
 def backward_roots(program: Program, stage: Stage) -> list[fx.Node]:

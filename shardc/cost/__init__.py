@@ -3,7 +3,7 @@
 measured      measurements of a device and of a run
 recorded      the results of a dry run, as plain values
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; it finds
-              which bytes are parameters, gradients, state, activations; first_step: the step that makes the state
+              which bytes are parameters, gradients, state, activations
 ledger        counts the storages and ops of a dry run; known_ops: results of ops that it has seen before;
               growth: the part of them that grows with the rows of a batch
 peak_memory   the peak memory of the whole schedule, from a dry run
@@ -14,7 +14,6 @@ streams       when every collective runs on its communicator's stream, and the c
 waterfall     a step's seconds, cause by cause
 caching_allocator
               the memory that torch's allocator reserves on a GPU
-fewer_layers  leaves out repeated layers of a model
 """
 
 from typing import TYPE_CHECKING

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shardc.cost import first_step, host_memory
+from shardc.cost import host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Ledger
 from shardc.cost.recorded import DryRun
 from shardc.ir.fused_regions import fused_regions, moved
-from shardc.ir.graph import copy_graph, values_of
+from shardc.ir.graph import values_of
 from shardc.ir.program import Program
-from shardc.ir.stage import Joint, Stage
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.machine.work import Part, Sent, Waited
 from shardc.passes.joint.fused_regions import fuses, shares_memory
@@ -63,11 +61,8 @@ def dry_run(
 
     known: results of ops from other dry runs. growth: finds the part of ops that grows with rows. options: of Engine.
     """
-    placement = schedules.of(program).placement
-    stages = [s for s, where in enumerate(placement) if where == coordinate]
     ledger = Ledger(known=known, growth=growth)
     with fake_mode(of_gpu=not cpu), ledger:
-        names = _OpNames(ledger)
         rank = rank_of(program.mesh, program.axis, coordinate)
         buckets = {f"bucket{i}" for i in range(len(program.buckets))}
         mesh = FakeMesh(program.mesh, rank, ledger, streams=not cpu, buckets=buckets)
@@ -76,11 +71,11 @@ def dry_run(
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)
         engine = _Engine(
-            _reporting(program, names, stages),
+            program,
             _weights(program),
             make,
             mesh=mesh,
-            interpreter=partial(_Recorded, offloaded=offloaded),
+            interpreter=partial(_Recorded, offloaded=offloaded, mark=partial(_with_reports, ledger, program)),
             # tensors without data are "on the CPU", whose Rng hashes block by block; a GPU's hashes all at once
             rng=Rng if cpu else partial(Rng, block=sys.maxsize),
             offload=offload,
@@ -94,9 +89,7 @@ def dry_run(
         ledger.mark(engine.buffers.values(), "buffers")
         _mark_rest(ledger, "parameters")
         batch = _batch(program)
-        recorded.computes = first_step.leaves_more(program, [program.stages[s] for s in stages])
         *_, first = _step(engine, recorded, batch, 1)
-        recorded.computes = True
         ledger.mark([p.grad for p in engine.owned.values()], "gradients")
         _mark_rest(ledger, "optimizer")  # new after the first step, and still there
         resident = tuple(ledger.live())
@@ -124,56 +117,25 @@ def _for_pairs(actions: Sequence[Action]) -> int:
     return max((sorted(each)[:2][-1] for each in seen.values()), default=-2) + 2
 
 
-class _OpNames:
-    """Keeps the ledger informed which op of the program runs."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-
-    def reporter(self, name: str) -> Callable[[], None]:
-        def report() -> None:
-            self.ledger.op = name
-
-        report.__module__ = "shardc.cost.dry_run"
-        return report
-
-
-def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Program:
-    """Return the program with stages of the rank (`mine`) that write to `names` which op runs."""
-
-    def reporting(s: Stage) -> Stage:
-        texts = s.joint.graphs.values() if s.joint is not None else ()
-        ops = {n.name for n in s.graph.nodes}
-        joint = s.joint and Joint(*(_with_reports(graph, names, program, ops) for graph in texts))
-        return replace(s, graph=_with_reports(s.graph, names, program), joint=joint)
-
-    stages = tuple(reporting(s) if i in mine else s for i, s in enumerate(program.stages))
-    pairs = tuple(
-        replace(p, graph=_with_reports(p.graph, names, program)) if p.first in mine and p.then in mine else p
-        for p in program.pairs
-    )
-    return replace(program, stages=stages, pairs=pairs)
-
-
-def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Collection[str] = ()) -> fx.Graph:
-    """Make a graph's lines report their forward op (in `ops`); compiled regions count as fused kernels."""
-    copy = copy_graph(graph)
-    regions = fused_regions(copy)
-    lines = [(n, n.meta.get("of") or _belongs_to(n, ops)) for n in copy.nodes if n.op == "call_function"]
-    for n, op in lines:
-        with copy.inserting_before(n):
-            copy.call_function(names.reporter(op)).meta["repeats"] = n.meta.get("repeats", False)
+def _with_reports(ledger: Ledger, program: Program, module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Make the code of a graph report its forward ops to the ledger; fused regions count as fused kernels."""
+    code, nodes = module.graph, {n.name: n for n in module.graph.nodes}
+    ops = {n.name for s in program.stages for n in s.graph.nodes}
 
     def size(n: fx.Node) -> int:
         return sum(v.nbytes(program.mesh) for v in values_of(n) if v is not None)
 
-    for region in regions:
+    for n in [n for n in graph.nodes if n.op == "call_function"]:
+        with code.inserting_before(nodes[n.name]):
+            code.call_function(_as_function(partial(setattr, ledger, "op", n.meta.get("of") or _belongs_to(n, ops))))
+    for region in fused_regions(graph):
         _, traffic = moved(region, fuses, size, shares_memory)
-        with copy.inserting_before(region.lines[0]):
-            copy.call_function(_as_function(names.ledger.fuse))
-        with copy.inserting_after(region.lines[-1]):
-            copy.call_function(_as_function(partial(names.ledger.fused, traffic)))
-    return copy
+        with code.inserting_before(nodes[region.lines[0].name]):
+            code.call_function(_as_function(ledger.fuse))
+        with code.inserting_after(nodes[region.lines[-1].name]):
+            code.call_function(_as_function(partial(ledger.fused, traffic)))
+    module.recompile()
+    return module
 
 
 def _belongs_to(n: fx.Node, ops: Collection[str]) -> str:
@@ -245,15 +207,8 @@ class _Recorded(Interpreter):
     buckets: Any
     rng: Rng
     microbatches: int
-    #: Whether a step runs its forwards and backwards; else gradients arrive without them.
-    computes = True
 
     def step(self, values: Values, training: Training) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        if not self.computes:
-            backwards = {a.stage: a for a in computed(self.actions) if a.kind in ("B", "W")}  # the last of each stage
-            _mark_rest(self.ledger, "activations")  # as after a forward
-            first_step.deliver_gradients(self.program, list(backwards.values()), training.buckets)
-            return self.zero(), {}, {}
         losses, new_values, outputs = self._recorded(values, training)
         return self._total(losses), self._share_buffers(new_values), self._outputs(outputs)
 
@@ -271,12 +226,7 @@ class _Recorded(Interpreter):
         def is_run(m: int) -> bool:
             return m < self.microbatches - 1 or m == last
 
-        run = _Run(
-            self,
-            values,
-            [x for a in self.actions for x in a.among(is_run)],
-            training,
-        )
+        run = _Run(self, values, [x for a in self.actions for x in a.among(is_run)], training)
         run.run_all()
         self.performed = run.performed
         self.begin("sums")
@@ -284,13 +234,8 @@ class _Recorded(Interpreter):
 
     def begin(self, name: str) -> Part:
         """Start the next part of the step."""
-        self._close()
         self.ledger.op = ""
         return self.ledger.begin(name)
-
-    def _close(self) -> None:
-        self.ledger.parts[-1].sent = tuple(self.mesh.records)
-        self.mesh.records.clear()
 
 
 class _Run(Run):

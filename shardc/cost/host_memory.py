@@ -20,7 +20,7 @@ from shardc.ir.offload import HOST_LINK, OffloadPlaces
 from shardc.machine.work import Sent, Waited
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
-from shardc.runtime.offload.storage import Place, Slot
+from shardc.runtime.offload.storage import Memory, Place, Slot
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 
 #: Calls the function that makes a tensor in the machine's memory, or in a file.
@@ -71,26 +71,18 @@ class _Offload(Offload):
     def __init__(self, places: OffloadPlaces, mesh: Any, host: Host, cpu: bool) -> None:
         self._host, self._cpu = host, cpu
         super().__init__(places, mesh)
+        self._mover = _Mover(self.device, in_place=cpu)
 
     def _place(self, name: str, mesh: Any, where: str) -> Place:
         return _Place((lambda make: make()) if self._cpu and name == "cpu" else self._host)
 
-    @property
-    def mover(self) -> Mover:
-        if self._mover is None:
-            self._mover = _Mover(self.device, in_place=self._cpu)
-        return self._mover
 
-
-class _Place:
+class _Place(Memory):
     def __init__(self, host: Host) -> None:
         self._host = host
 
     def slot(self, nbytes: int) -> Slot:
         return Slot(self._host(lambda: torch.zeros(nbytes, dtype=torch.uint8)))
-
-    def close(self) -> None:
-        """Close nothing: there is no file."""
 
 
 class _AtOnce(ThreadPoolExecutor):

@@ -11,7 +11,8 @@ them in its own table, in 0.1 ms; an entry here takes a fifth of that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from torch import Tensor
 
 from shardc.torch_private import FakeTensor, FakeTensorMode, fake_mode_of, fake_mode_on, fake_result
 
-#: An output: ("new" | "view", index of the viewed tensor, shape, strides, dtype, storage offset, device), ("same",
-#: index of the tensor that it is), or ("none",).
-_Output = tuple[Any, ...]
+#: Makes an output of a call from its tensors.
+_Make = Callable[[Sequence[Tensor], FakeTensorMode], Tensor | None]
 #: Tags of ops whose results depend on values, or that change the sizes of their operands.
 _UNKNOWN = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
@@ -34,16 +34,11 @@ class KnownOps:
     """
 
     def __init__(self) -> None:
-        self._of: dict[Any, tuple[type | None, tuple[_Output, ...], Any]] = {}
-        self._cacheable: dict[Any, bool] = {}
+        self._of: dict[Any, tuple[type | None, list[_Make], Any]] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Return (a value that is equal for calls with equal results, the call's tensors); None for others."""
-        fit = self._cacheable.get(func)
-        if fit is None:
-            builtin = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-            fit = self._cacheable[func] = builtin and not any(tag in func.tags for tag in _UNKNOWN)
-        if not fit:
+        if not _cacheable(func):
             return None
         parts: list[Any] = [func]
         tensors: list[Tensor] = []
@@ -61,17 +56,23 @@ class KnownOps:
         """Return (the result, `more`) of a known call; None for an unknown one."""
         if (known := self._of.get(key)) is None:
             return None
-        several, outputs, more = known
+        several, makers, more = known
         mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
-        results = [_made(output, tensors, mode) for output in outputs]
+        results = [make(tensors, mode) for make in makers]
         return (results[0] if several is None else several(results)), more
 
     def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
         """Store the result of a call, if calls on operands of the same sizes have the same result."""
         several = type(result) if isinstance(result, (tuple, list)) else None
-        outputs = [_recipe(x, tensors) for x in ((result,) if several is None else result)]
-        if None not in outputs and several in (None, tuple, list):
-            self._of[key] = several, tuple(outputs), more  # type: ignore[arg-type]  # none of them is None
+        makers = [_maker(x, tensors) for x in ((result,) if several is None else result)]
+        if several in (None, tuple, list) and all(makers):
+            self._of[key] = several, [m for m in makers if m is not None], more
+
+
+@cache
+def _cacheable(func: Any) -> bool:
+    builtin = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+    return builtin and not any(tag in func.tags for tag in _UNKNOWN)
 
 
 def _collect(values: Sequence[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
@@ -95,31 +96,25 @@ def _collect(values: Sequence[Any], parts: list[Any], tensors: list[Tensor]) -> 
     return True
 
 
-def _recipe(x: Any, tensors: Sequence[Tensor]) -> _Output | None:
+def _maker(x: Any, tensors: Sequence[Tensor]) -> _Make | None:
+    """Return how an output is made from the tensors of a call; None if other calls may have another one."""
     if x is None:
-        return ("none",)
+        return lambda tensors, mode: None
     if not isinstance(x, FakeTensor) or x.constant is not None or x.layout is not torch.strided:
         return None
     for i, operand in enumerate(tensors):
         if x is operand:
-            return ("same", i)
+            return lambda tensors, mode, i=i: tensors[i]  # type: ignore[misc]
     if x.is_conj() or x.is_neg():
         return None
-    storage = x.untyped_storage()
-    meta = tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, int(x.storage_offset()), x.fake_device
+    shape, strides, offset = tuple(map(int, x.shape)), tuple(map(int, x.stride())), int(x.storage_offset())
+    dtype, device, storage = x.dtype, x.fake_device, x.untyped_storage()
     for i, operand in enumerate(tensors):
         if operand.untyped_storage()._cdata == storage._cdata:
-            return ("view", i, *meta)
-    fresh = torch.empty_strided(meta[0], meta[1], dtype=x.dtype, device="meta")
-    if meta[3] or fresh.untyped_storage().nbytes() != storage.nbytes():
+            return lambda tensors, mode, i=i: fake_result(  # type: ignore[misc]
+                shape, strides, dtype, device, mode, (tensors[i], offset)
+            )
+    fresh = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    if offset or fresh.untyped_storage().nbytes() != storage.nbytes():
         return None
-    return ("new", -1, *meta)
-
-
-def _made(output: _Output, tensors: Sequence[Tensor], mode: FakeTensorMode) -> Tensor | None:
-    if output[0] == "none":
-        return None
-    if output[0] == "same":
-        return tensors[output[1]]
-    _, operand, shape, strides, dtype, place, device = output
-    return fake_result(shape, strides, dtype, device, mode, (tensors[operand], place) if operand >= 0 else None)
+    return lambda tensors, mode: fake_result(shape, strides, dtype, device, mode)

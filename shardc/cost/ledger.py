@@ -154,7 +154,7 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         call = self._known.key(func, args, kwargs) if self.fake else None
         known = self._known.result(*call) if call is not None else None
-        operands = call[1] if call is not None else _tensors((args, kwargs))
+        operands = call[1] if call is not None else tensors_in((args, kwargs))
         if known is not None:
             result, (op, moved) = known
         else:
@@ -163,7 +163,7 @@ class Ledger(TorchDispatchMode):
             moved = places_moved(func, args, kwargs, result, operands)
             if call is not None:
                 self._known.remember(*call, result, (op, moved))
-        results = _tensors(result)
+        results = tensors_in(result)
         for x in results:
             self.observe(x)
         if self._growth is not None and self._fusing is None and not func.is_view:
@@ -188,5 +188,6 @@ class Ledger(TorchDispatchMode):
         (self.parts[-1].work if self._fusing is None else self._fusing).append(op)
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_in(result: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of a call."""
     return [result] if isinstance(result, Tensor) else [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]

@@ -70,7 +70,12 @@ def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
     outside = outside_most = live.pop(HOST, 0)
     total, best = sum(live.values()), -1
     peak = Point("", "", {})
-    left = _net(part for _, part in parts(r, actions)) - _net([r.before, *(p for _, p in r.actions), r.after, r.update])
+    left = Counter[str]()  # what repeated microbatches leave until all have run
+    once = [(None, r.before), *r.actions, (None, r.after), (None, r.update)]
+    for times, some in ((1, parts(r, actions)), (-1, once)):
+        for _, part in some:
+            for sign, storage in part.changes:
+                left[storage.kind] += times * sign * storage.nbytes
     steps = sum(len(p.changes) for _, p in parts(r, actions))
     stretch = max(steps // POINTS, 1)
     curve: list[Point] = []
@@ -158,16 +163,3 @@ def allocations(
                 elif live[storage]:
                     yield -1, storage, live[storage].pop(0), part.name
         yield from leave(stays, 0, "")
-
-
-class _Net(Counter[str]):
-    def __sub__(self, other: Counter[str]) -> _Net:
-        return _Net({k: self[k] - other[k] for k in {*self, *other}})
-
-
-def _net(some: Iterator[Part] | list[Part]) -> _Net:
-    net = _Net()
-    for part in some:
-        for sign, storage in part.changes:
-            net[storage.kind] += sign * storage.nbytes
-    return net

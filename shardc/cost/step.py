@@ -14,17 +14,16 @@ from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.peak_memory import Memory, memory, reserved
 from shardc.cost.recorded import DryRun, parts
-from shardc.cost.streams import Span, Streams
+from shardc.cost.streams import Streams
 from shardc.ir.graph import source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
-from shardc.machine.clock import Clock
+from shardc.machine.clock import Clock, Flight
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
-from shardc.machine.work import Part
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule, Slot, Timeline
 from shardc.runtime.schedule.actions import COMPUTE, PAIRS, live
@@ -109,7 +108,7 @@ class Cost:
         """{axes: seconds of waiting for collectives over them}, of the rank that waits longest."""
         return max(self.ranks, key=lambda r: r.waited).exposed
 
-    def spans(self) -> list[list[Span]]:
+    def spans(self) -> list[list[Flight]]:
         """Return when each collective runs, behind what, and how long it is waited for; per rank of `ranks`."""
         return [streams.spans for streams in self.streams]
 
@@ -201,7 +200,8 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
                     of_action[action.kind, action.stage, action.microbatch] = seconds - late
                     begin[-1] = begin[-1] or late
             flops += part.flops
-            _add(comm, part)
+            for record in part.sent:
+                comm[record.axis, record.kind] += record.bytes
         ends.append(clock.now - computing)
         ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, dict(clock.exposed)))
     if schedule.ranks == 1:
@@ -213,11 +213,6 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     timeline = schedules.timeline(schedule, costs(of_action, schedule, transfer, begin, pairs), program.edges)
     seconds = timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)
-
-
-def _add(comm: Counter[tuple[str, str]], part: Part) -> None:
-    for record in part.sent:
-        comm[record.axis, record.kind] += record.bytes
 
 
 def transfers(

@@ -18,18 +18,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardc.cost.measured.op_times import MeasuredStep
 from shardc.cost.measured.run_log import RunLog
-from shardc.cost.recorded import parts
 from shardc.cost.step import Cost
 from shardc.errors import ShardcError
-from shardc.ir.metadata import CommRecord
-from shardc.machine.clock import Clock
 from shardc.machine.device import Device
-from shardc.machine.work import Op, Part
-from shardc.runtime import schedule as schedules
+from shardc.machine.work import Op
 
 PEAK, BELOW, MEMORY, SMALL = "products at the peak", "below the peak", "memory-bound ops", "small ops"
 AGAIN, UPDATE, HOST, STAGES, DATA = "recomputed", "update", "host", "other stages", "data"
@@ -39,30 +35,6 @@ FIRST, LAST = (PEAK, BELOW, MEMORY, SMALL, AGAIN, UPDATE, HOST), (STAGES, DATA)
 
 def waiting(axes: str) -> str:
     return f"waiting for {axes}"
-
-
-@dataclass
-class Waterfall(Clock):
-    """A clock that also keeps causes. spent: seconds by line."""
-
-    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    updating: bool = False
-
-    def run(self, part: Part) -> float:
-        self.updating = part.name == "update"
-        return super().run(part)
-
-    def ran(self, w: Op, begin: float) -> None:
-        for name, seconds in lines_of(self.device, w, self.now - begin, updating=self.updating).items():
-            self.spent[name] += seconds
-
-    def waited_for_host(self, seconds: float) -> None:
-        super().waited_for_host(seconds)
-        self.spent[HOST] += seconds
-
-    def waited_for(self, record: CommRecord, seconds: float) -> None:
-        super().waited_for(record, seconds)
-        self.spent[waiting(record.axis)] += seconds
 
 
 def lines_of(device: Device, op: Op, seconds: float, *, updating: bool) -> dict[str, float]:
@@ -80,13 +52,16 @@ def lines_of(device: Device, op: Op, seconds: float, *, updating: bool) -> dict[
 
 def predicted(cost: Cost, rank: int = 0) -> dict[str, float]:
     """Return the predicted lines of one of `cost.ranks`, by its number there."""
-    r = cost.dry_runs[rank]
-    clock = Waterfall(cost.device, cost.program.mesh, r.rank)
-    for _, part in parts(r, schedules.of(cost.program).actions[r.at]):
-        clock.run(part)
-    if (rest := cost.step_seconds - clock.now) > 0:
-        clock.spent[STAGES] += rest
-    return ordered(clock.spent)
+    clock = cost.streams[rank]
+    spent: defaultdict[str, float] = defaultdict(float)
+    for part, op, seconds in clock.ops:
+        for name, its_seconds in lines_of(cost.device, op, seconds, updating=part == "update").items():
+            spent[name] += its_seconds
+    spent[HOST] += clock.idle
+    for axes, seconds in clock.exposed.items():
+        spent[waiting(axes)] += seconds
+    spent[STAGES] += max(cost.step_seconds - clock.now, 0.0)
+    return ordered(spent)
 
 
 def measured(run: RunLog, cost: Cost, at: int) -> dict[str, float]:

@@ -4,7 +4,6 @@ work          the work of a rank as plain values: ops, collectives that start an
 flops         counts an op's floating-point operations and memory traffic
 device        the rates of a device, and the seconds of an op on it; devices/: descriptions of devices
 collectives   the seconds of one collective
-flights       collectives that are running or queued, and share links
-clock         the streams of one rank: compute, one stream per group of ranks, one for copies to the host
+clock         the streams of one rank: compute, one per group of ranks, which share links, one for copies to the host
 assumed       the device that passes assume
 """

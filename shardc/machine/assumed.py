@@ -17,26 +17,15 @@ from importlib import resources
 import yaml
 
 from shardc.machine.collectives import collective_seconds
-from shardc.machine.device import Device, Link
+from shardc.machine.device import Device
 from shardc.machine.work import Op
 
-
-def _h100() -> Device:
-    """Load the device, without the host's time: a graph's lines are known ahead, so the host runs ahead."""
-    text = resources.files("shardc.machine").joinpath("devices", "h100-80g.yaml").read_text()
-    return Device.model_validate(yaml.safe_load(text)).model_copy(update={"host": 0.0})
-
-
-def _large(device: Device) -> Device:
-    def link(x: Link) -> Link:
-        return x.model_copy(update={"latency": 0.0, "start": 0.0, "adds": 0.0})
-
-    links = {"within": link(device.within), "between": link(device.between)}
-    return device.model_copy(update={"launch": 0.0, **links})
-
-
-ASSUMED = _h100()
-LARGE = _large(ASSUMED)
+_H100 = yaml.safe_load(resources.files("shardc.machine").joinpath("devices", "h100-80g.yaml").read_text())
+#: Without the host's time: a graph's lines are known ahead, so the host runs ahead.
+ASSUMED = Device.model_validate({**_H100, "host": 0.0})
+_NO_MESSAGE = {"latency": 0.0, "start": 0.0, "adds": 0.0}
+_LINKS = {name: {**_H100[name], **_NO_MESSAGE} for name in ("within", "between")}
+LARGE = Device.model_validate({**_H100, "host": 0.0, "launch": 0.0, **_LINKS})
 
 
 def work_seconds(flops: float, traffic: float) -> float:

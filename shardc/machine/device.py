@@ -26,11 +26,6 @@ def format_of(dtype: str) -> str:
     return NARROW.get(dtype, dtype)
 
 
-def own_rates(op: Op) -> str:
-    """Return the key of an op in its dtype in a device's `ops`."""
-    return op.name if op.dtype in ("", "float32") else f"{op.name} {op.dtype}"
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -113,14 +108,12 @@ CPU_KEYS = 512
 class OpRates(_Section):
     """The rates of one torch op, if they differ from the device's. launch: its least seconds.
 
-    bandwidth: bytes per second that it reads and writes; flops: share of what products of its shape reach. each: on a
-    CPU, additional seconds for each of its products, or for each head of a row.
+    bandwidth: bytes per second that it reads and writes; flops: share of what products of its shape reach.
     """
 
     launch: Annotated[float, Field(ge=0)] | None = None
     bandwidth: Positive | None = None
     flops: Positive | None = None
-    each: Annotated[float, Field(ge=0)] | None = None
 
 
 class Outside(_Section):
@@ -204,7 +197,7 @@ class Device(_Section):
         """
         launch, products, traffic = self.launch_seconds(op), self.product_seconds(op), self.traffic_seconds(op)
         if self.kind == "cpu":
-            return launch + products + traffic + self.each_seconds(op)
+            return launch + products + traffic
         return max(launch, products, traffic)
 
     def cause(self, op: Op) -> Literal["compute", "memory", "launch"]:
@@ -219,13 +212,10 @@ class Device(_Section):
         listed = self._op_rate(op, "launch")
         return self.launch if listed is None else listed
 
-    def each_seconds(self, op: Op) -> float:
-        """Return the additional seconds that a CPU takes for an op's products, beside their work."""
-        return ((self._op_rate(op, "each") or 0.0) * op.matrices[0]) if op.matrices else 0.0
-
-    def _op_rate(self, op: Op, what: Literal["launch", "bandwidth", "flops", "each"]) -> float | None:
+    def _op_rate(self, op: Op, what: Literal["launch", "bandwidth", "flops"]) -> float | None:
         """Return a rate from `ops` for the op in its dtype, or else for the op; None if there is none."""
-        for key in dict.fromkeys((own_rates(op), op.name)) if self.ops else ():
+        keys = (op.name,) if op.dtype in ("", "float32") else (f"{op.name} {op.dtype}", op.name)
+        for key in keys if self.ops else ():
             if key in self.ops and (rate := getattr(self.ops[key], what)) is not None:
                 return float(rate)
         return None

@@ -23,16 +23,16 @@ aten = torch.ops.aten
 
 def op_of(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
     """Return what a call computes and moves; None if it moves no memory."""
-    if (traffic := traffic_of(func, args, kwargs, result)) is None:
+    if (moved := moved_by(func, args, kwargs, result)) is None:
         return None
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
     floating = [x.dtype for x in (*operands, *results) if x.dtype.is_floating_point]
     dtype, name = floating[0] if floating else results[0].dtype, func._schema.name.removeprefix("aten::")
-    op = Op(flops_of(func, args, kwargs, result), traffic, _name_of(dtype), name=name)
+    op = Op(flops_of(func, args, kwargs, result), sum(n for _, n in moved), _name_of(dtype), name=name)
     if not op.flops:
         return op
-    attention = is_attention(func)
+    attention = func in _ATTENTION
     scales = [x for x in floating if x is torch.float8_e8m0fnu]  # block scales
     return op._replace(
         dtype=_name_of(scales[0] if scales else dtype),
@@ -53,7 +53,7 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     """Return the flops of a call's products, or 0. again: with the scores that attention recomputes."""
     if op in _ATTENTION:
         at, products = _ATTENTION[op]
-        return (products - (at and not again)) * _attention(*args[at : at + 3])
+        return (products - (at and not again)) * attention_flops(*(x.shape for x in args[at : at + 3])) // 2
     if op.overloadpacket in _UNCOUNTED:  # not counted by torch: rows by a matrix, or by group each pair of rows
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     if op is aten.convolution_backward.default:  # torch's count of the weight's gradient ignores groups
@@ -76,10 +76,6 @@ _CAUSAL = {
     aten._scaled_dot_product_efficient_attention_backward.default: 11,
 }
 BLOCK = 128
-
-
-def is_attention(op: Any) -> bool:
-    return op in _CAUSAL
 
 
 def masked_share(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
@@ -148,14 +144,11 @@ _MOVES_NOTHING = {
 }
 
 
-def traffic_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """Return the bytes that a call reads and writes; None for views, allocations and ops without tensors."""
-    traffic = moved_by(op, args, kwargs, result)
-    return None if traffic is None else sum(nbytes for _, nbytes in traffic)
-
-
 def moved_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[tuple[Tensor, int]] | None:
-    """Return the tensors that a call reads and writes, each with its bytes; None as in `traffic_of`."""
+    """Return the tensors that a call reads and writes, each with its bytes.
+
+    None for views, allocations and ops without tensors.
+    """
     if op.is_view or op in _MOVES_NOTHING:
         return None
     results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
@@ -197,13 +190,8 @@ _OF_CLASSES = {
 
 
 def attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
-    """Return the flops of forward's products, [.., s, d] by [.., d, t] and [.., s, t] by [.., t, e]."""
+    """Return the flops of forward's two products, [.., s, d] by [.., d, t] and [.., s, t] by [.., t, e]."""
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Return the flops of one product of attention; forward has two, backward five."""
-    return attention_flops(q.shape, k.shape, v.shape) // 2
 
 
 #: Attention: the index of q among the arguments, and the number of products (backward recomputes the scores).

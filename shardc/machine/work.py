@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardc.ir.metadata import CommRecord
+from shardc.ir.offload import HOST_LINK
 
 if TYPE_CHECKING:
     import torch
@@ -94,16 +95,17 @@ class Waited(NamedTuple):
 
 @dataclass
 class Part:
-    """A part of a step. changes: (+1 allocated or -1 freed, storage), in order.
-
-    work: what takes time, in order. sent: the collectives.
-    """
+    """A part of a step. changes: (+1 allocated or -1 freed, storage), in order. work: what takes time, in order."""
 
     name: str
     changes: list[tuple[int, Storage]] = field(default_factory=list)
     work: list[Op | Sent | Waited] = field(default_factory=list)
-    sent: tuple[CommRecord, ...] = ()
 
     @property
     def flops(self) -> int:
         return sum(w.flops for w in self.work if isinstance(w, Op))
+
+    @property
+    def sent(self) -> list[CommRecord]:
+        """The collectives that it starts, without copies to the host."""
+        return [w.record for w in self.work if isinstance(w, Sent) and w.record.axes != HOST_LINK]

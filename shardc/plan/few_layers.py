@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.capture import capture
-from shardc.cost.fewer_layers import layer_lists, with_layers
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.patterns import match
 from shardc.ir.program import Program
+from shardc.ir.repeats import layer_lists, with_layers
 from shardc.ir.types import op_name
 from shardc.layer_names import layer_of, of_every_layer
 from shardc.passes.annotate import model_plan

@@ -1,6 +1,6 @@
 """What a loop of one's own around `program.module` pays for being compared over ranks: two gloo processes, dp=2.
 
-    python tests/bench/loop_checks.py                  prints the table of docs/measured/benchmarks.md
+    python tests/bench/loop_checks.py                  prints the figures of docs/measured/faults.md
 
 Three ways of the same loop on the same module, in turn, a few steps each, so that what else the machine does falls on
 all alike: everything compared; without what the loop did between two forwards (shardc/runtime/checks/loop_watch.py);
@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import llama
+from gloo import on_ranks
 
 import shardc
 
@@ -57,15 +55,16 @@ class _Off:
 
     others = False
 
+    def check_model(self, plain_optimizer: str, *, changed: bool) -> None: ...
+
     def note_gradient(self, g: Tensor) -> None: ...
 
     def facts(self, *, last: bool = False) -> list[Any]:
         return []
 
 
-def work(rank: int, name: str, meeting: str, found: Any) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+def work(rank: int, name: str) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of each way's steps, on one rank."""
     made, batch, steps, rounds = MODELS[name]
     torch.manual_seed(0)
     model = made()
@@ -89,27 +88,14 @@ def work(rank: int, name: str, meeting: str, found: Any) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             times[way].append(((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps))
-    if rank == 0:
-        found.put({way: each[2:] for way, each in times.items()})
-    torch.distributed.destroy_process_group()
+    return {way: each[2:] for way, each in times.items()}
 
 
 def main() -> None:
-    context = get_context("spawn")
     print("| model | ms a step | without the loop's | without any | CPU ms a step | without the loop's | without any |")
     print("|---|---|---|---|---|---|---|")
     for name in sys.argv[1:] or MODELS:
-        found = context.SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder:
-            started = [
-                context.Process(target=partial(work, rank, name, f"{folder}/meeting", found), daemon=True)
-                for rank in range(2)
-            ]
-            for p in started:
-                p.start()
-            times = found.get()
-            for p in started:
-                p.join()
+        times, _ = on_ranks(work, 2, name)
         cells = []
         for kind in (0, 1):
             each = {way: [x[kind] for x in given] for way, given in times.items()}

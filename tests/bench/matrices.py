@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import llama
+from gloo import on_ranks
 
 import shardc
 from shardc.features.matrices.owners import owners
@@ -65,10 +63,9 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def work(rank: int, meeting: str, found: Any, rows: int, rounds: int) -> None:
+def work(rank: int, rows: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of each way's steps, on one rank."""
     sized(rows)
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model, batch = llama.model(), llama.batch()
     engines = {}
@@ -83,9 +80,7 @@ def work(rank: int, meeting: str, found: Any, rows: int, rounds: int) -> None:
             start, cpu = time.perf_counter(), time.process_time()
             engine.step(batch)
             times[way].append((time.perf_counter() - start, time.process_time() - cpu))
-    if rank == 0:
-        found.put({way: each[WARM:] for way, each in times.items()})
-    torch.distributed.destroy_process_group()
+    return {way: each[WARM:] for way, each in times.items()}
 
 
 def least() -> None:
@@ -187,18 +182,7 @@ def main() -> None:
         int(sys.argv[sys.argv.index(name) + 1]) if name in sys.argv else usual
         for name, usual in (("--rows", ROWS), ("--rounds", ROUNDS))
     )
-    context = get_context("spawn")
-    found = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        started = [
-            context.Process(target=partial(work, rank, f"{folder}/meeting", found, rows, rounds), daemon=True)
-            for rank in range(2)
-        ]
-        for p in started:
-            p.start()
-        times = found.get()
-        for p in started:
-            p.join()
+    times, _ = on_ranks(work, 2, rows, rounds)
     print("| optimizer | ms a step | to AdamW | CPU ms of a rank | to AdamW |\n|---|---:|---:|---:|---:|")
     base = times[next(iter(WAYS))]
     for way, each in times.items():

@@ -327,32 +327,10 @@ MODELS: dict[str, New] = {
     "bert_generation": New(
         _family("BertGenerationDecoder", is_decoder=True), "bert.encoder.layer.*", "bert.encoder.layer.*"
     ),
-    "ernie4_5_moe": New(
-        _family(
-            "Ernie4_5_MoeForCausalLM",
-            num_key_value_heads=4,
-            moe_num_experts=4,
-            moe_k=2,
-            moe_intermediate_size=64,
-            moe_layer_start_index=0,
-            experts_implementation="grouped_mm",
-        ),
-        "model.layers.*",
-        "model.layers.*",
-        experts="*.mlp.experts",
+    "ernie4_5_moe": _sparse(
+        "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k", moe_intermediate_size=64, moe_layer_start_index=0
     ),
-    "flex_olmo": New(
-        _family(
-            "FlexOlmoForCausalLM",
-            num_key_value_heads=4,
-            num_experts=4,
-            num_experts_per_tok=2,
-            experts_implementation="grouped_mm",
-        ),
-        "model.layers.*",
-        "model.layers.*",
-        experts="*.mlp.experts",
-    ),
+    "flex_olmo": _sparse("FlexOlmoForCausalLM", "num_experts"),
     "afmoe": _sparse("AfmoeForCausalLM", "num_experts", moe_intermediate_size=64, num_dense_layers=1, head_dim=8),
     "bitnet": New(_family("BitNetForCausalLM", num_key_value_heads=4), **DECODER),
     "cwm": New(_family("CwmForCausalLM", num_key_value_heads=4, head_dim=8), **DECODER),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -22,10 +21,13 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from gloo import on_ranks
+
 RANKS, WIDTH, ROWS = 2, 1024, 256
 
 
-def work(rank: int, meeting: str, folder: Path, mb: int, rounds: int, out: Any) -> None:
+def work(rank: int, folder: Path, mb: int, rounds: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -33,9 +35,7 @@ def work(rank: int, meeting: str, folder: Path, mb: int, rounds: int, out: Any) 
 
     import shardc
 
-    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     layers = max(1, mb * 2**20 // (3 * 4 * WIDTH * WIDTH))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -96,22 +96,18 @@ def work(rank: int, meeting: str, folder: Path, mb: int, rounds: int, out: Any) 
         while engine.saving is not None:
             beside.append(step())
     engine.finish_save()
-    if rank == 0:
-        out.put(
-            {
-                "mib": RANKS * nbytes / 2**20,
-                **{k: RANKS * nbytes / 1e9 / median(v) for k, v in times.items()},
-                "save ratio": median(a / b for a, b in zip(times["torch save"], times["save"], strict=True)),
-                "load ratio": median(a / b for a, b in zip(times["torch load"], times["load"], strict=True)),
-                "peak MiB of a rank": {k: max(v) for k, v in peaks.items()},
-                "step alone ms": 1000 * median(alone),
-                "step beside a save ms": 1000 * median(beside),
-                "steps beside": len(beside),
-                "the call of save(wait=False) ms": 1000 * median(calls),
-            }
-        )
     engine.close()
-    dist.destroy_process_group()
+    return {
+        "mib": RANKS * nbytes / 2**20,
+        **{k: RANKS * nbytes / 1e9 / median(v) for k, v in times.items()},
+        "save ratio": median(a / b for a, b in zip(times["torch save"], times["save"], strict=True)),
+        "load ratio": median(a / b for a, b in zip(times["torch load"], times["load"], strict=True)),
+        "peak MiB of a rank": {k: max(v) for k, v in peaks.items()},
+        "step alone ms": 1000 * median(alone),
+        "step beside a save ms": 1000 * median(beside),
+        "steps beside": len(beside),
+        "the call of save(wait=False) ms": 1000 * median(calls),
+    }
 
 
 def _memory(what: str) -> float:
@@ -125,21 +121,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
-        meeting = f"{temporary}/meeting"
-        ranks = [
-            context.Process(target=work, args=(r, meeting, Path(temporary), args.mb, args.rounds, out))
-            for r in range(RANKS)
-        ]
-        for p in ranks:
-            p.start()
-        for p in ranks:
-            p.join()
-        if any(p.exitcode for p in ranks):
-            sys.exit(1)
-        print(json.dumps(out.get(), indent=1))
+        first, _ = on_ranks(work, RANKS, Path(temporary), args.mb, args.rounds)
+    print(json.dumps(first, indent=1))
 
 
 if __name__ == "__main__":

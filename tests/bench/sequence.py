@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from gloo import on_ranks
 from torch import Tensor, nn
 
 import shardc
@@ -122,9 +120,7 @@ def torchs() -> str:
     return ""
 
 
-def work(rank: int, tokens: int, steps: int, meeting: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+def work(rank: int, tokens: int, steps: int) -> None:
     every = {name: ours(tokens, *how) for name, how in CONTENDERS.items()}
     try:
         every["DeepSpeed's ulysses"], missing = deepspeeds(tokens), ""
@@ -146,7 +142,6 @@ def work(rank: int, tokens: int, steps: int, meeting: str) -> None:
         if missing:
             print(f"DeepSpeed's DistributedAttention: {missing} (make .venv/.peers)")
         print(f"torch's context_parallel: {said or 'runs on this CPU: make it a contender'}")
-    dist.destroy_process_group()
 
 
 def report(taken: dict[str, list[float]], losses: dict[str, float]) -> None:
@@ -166,6 +161,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="512 tokens and one step: whether it runs")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        tokens, steps = (512, 1) if args.quick else (args.tokens, args.steps)
-        mp.spawn(work, (tokens, steps, str(Path(folder) / "meeting")), RANKS)
+    on_ranks(work, RANKS, *((512, 1) if args.quick else (args.tokens, args.steps)))

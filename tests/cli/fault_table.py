@@ -4,6 +4,7 @@ Alone and under torchrun, one fault at a random moment in each run: is the right
 gone then; and does the same command, which resumes by itself, end with the weights of a run without faults?
 
     python -m tests.cli.fault_table --faults 20
+    python -m tests.cli.fault_table --kills 100     one run that restarts by itself, most kills at a save
 
 Processes are forked from one that has imported torch (tests/warm.py): a start then takes 2 s, not 20.
 """
@@ -122,13 +123,17 @@ class Runs:
     that come before the first step.
     """
 
-    def __init__(self, folder: Path, launcher: str, steps: int, rng: random.Random, starting: float = 0) -> None:
+    def __init__(
+        self, folder: Path, launcher: str, steps: int, rng: random.Random, starting: float = 0, restarts: int = 0
+    ) -> None:
         self.folder, self.launcher, self.rng, self.starting = folder, launcher, rng, starting
         self.temporary, self.before = folder / "tmp", descendants()
         self.temporary.mkdir(parents=True)
         (folder / "model.py").write_text(MODEL)
         (folder / "spec.yaml").write_text(SPEC)
-        options = ["--steps", str(steps), "--save", "out", "--save-every", "5", "--auto-resume"]
+        options = ["--steps", str(steps), "--save", "out", "--save-every", "2" if restarts else "5", "--auto-resume"]
+        if restarts:
+            options += ["--max-restarts", str(restarts)]
         os.chdir(folder)
         command = [sys.executable, "-m", "shardc", "compile", "model.py", "spec.yaml", "-o", "program"]
         subprocess.run(command, check=True, capture_output=True)
@@ -177,6 +182,34 @@ class Runs:
             return None  # nobody came there any more
         return fault
 
+    def killed_often(self, kills: int) -> str:
+        """Ranks are killed that many times, most soon after a checkpoint was begun: what came of it, and of the run."""
+        checkpoints, begun, done, during_save = self.folder / "out" / "checkpoint", time.monotonic(), 0, 0
+
+        def there() -> set[str]:
+            return set(os.listdir(checkpoints)) - {".lock"} if checkpoints.exists() else set()
+
+        process = self.start()
+        while process.poll() is None and done < kills:
+            saves = there()
+            # some while they start, most after a new checkpoint was begun, so that the run gets on
+            deadline = time.monotonic() + (self.rng.uniform(0, 4) if self.rng.random() < 0.2 else 60)
+            while time.monotonic() < deadline and process.poll() is None and not there() - saves:
+                time.sleep(0.002)
+            time.sleep(self.rng.choice((0.0, 0.002, 0.01, 0.05)) * self.rng.random())
+            named = {int(file.read_text() or 0) for file in self.folder.glob("rank?")}
+            alive = sorted(named & (descendants() - self.before))
+            if alive and process.poll() is None:
+                saving = any(name.startswith(".saving-") for name in there())
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.rng.choice(alive), signal.SIGKILL)
+                    done, during_save = done + 1, during_save + saving
+                time.sleep(0.3)
+        assert process.wait() == 0, self.log.read_text()[-4000:]
+        return (
+            f"{done} kills, {during_save} of them while a checkpoint was written, in {time.monotonic() - begun:.0f} s"
+        )
+
     def watch(self, process: warm.Popen, fault: Fault, begun: float, patience: float = 150) -> None:
         """See it through to its end, and note what is said, and when."""
         while (ended := time.monotonic() - begun) < patience:
@@ -212,6 +245,10 @@ class Runs:
         """Without a fault to the end: the weights."""
         process = self.start()
         assert process.wait() == 0, self.log.read_text()
+        return self.weights()
+
+    def weights(self) -> bytes:
+        """Those of a run that is over; the next one begins anew."""
         weights = (self.folder / "out" / "model.safetensors").read_bytes()
         shutil.rmtree(self.folder / "out")
         return weights
@@ -265,6 +302,7 @@ HEAD = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=20, help="of each kind, with each launcher")
+    parser.add_argument("--kills", type=int, default=0, help="instead of faults: this often, in one run")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--launchers", nargs="+", default=list(LAUNCHERS), choices=list(LAUNCHERS))
     parser.add_argument("--steps", type=int, default=200)
@@ -277,6 +315,11 @@ def main() -> None:
     adopt_orphans()
     with tempfile.TemporaryDirectory() as temporary:
         straight = Runs(Path(temporary) / "straight", "alone", args.steps, rng).finish()
+        if args.kills:
+            runs = Runs(Path(temporary) / "killed", "alone", args.steps, rng, restarts=10 * args.kills)
+            said, equal = runs.killed_often(args.kills), runs.weights() == straight
+            print(f"{said}: the run ended by itself, its weights are {'the same, bit for bit' if equal else 'OTHERS'}")
+            sys.exit(not equal)
         for launcher in args.launchers:
             runs = Runs(Path(temporary) / launcher, launcher, args.steps, rng, args.starting)
             wanted, chain = [*args.kinds] * args.faults, list[Fault]()

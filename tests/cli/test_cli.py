@@ -185,24 +185,6 @@ def test_the_schema(files: Path) -> None:
     assert "properties" in json.loads(call("spec", "--schema").stdout)
 
 
-def test_run_trains_saves_and_resumes_on_another_mesh(files: Path) -> None:
-    """Real processes: 2 steps on dp=2, then 1 more on tp=2, give the loss of 3 steps on one process."""
-
-    def run(*args: str) -> dict[str, object]:
-        done = warm.run("run", "model.py", "spec.yaml", "--json", *args, cwd=files)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert isinstance(found, dict)
-        return found
-
-    first = run("--mesh", "dp=2,tp=1", "--steps", "2", "--save", "saved", "--log", "log")
-    more = run("--mesh", "dp=1,tp=2", "--steps", "3", "--resume", "saved")
-    alone = run("--mesh", "dp=1,tp=1", "--steps", "3")
-    assert [*first["losses"], *more["losses"]] == pytest.approx(alone["losses"], rel=1e-6)  # type: ignore[misc]
-    assert (files / "saved" / "model.safetensors").exists()
-    assert len((files / "log" / "steps.jsonl").read_text().splitlines()) == 2
-
-
 @pytest.mark.parametrize(
     "command",
     [

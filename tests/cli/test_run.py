@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +22,7 @@ from shardc import torch_private
 from shardc.cli.model_file import load, seed_everything
 from shardc.cli.options import given
 from shardc.cli.ranks.save_lock import SaveLock
+from shardc.cli.ranks.start import run_folder
 from shardc.cli.ranks.step_lines import StepLines, duration
 from shardc.cli.ranks.training_data import Batches, _taken_over
 from shardc.cli.run import _settings
@@ -549,3 +551,14 @@ def test_a_model_file_does_not_join_the_world_itself(tmp_path: Path, call: str) 
     (tmp_path / "model.py").write_text(inside)
     with pytest.raises(ShardcError, match=r"model.py:5: init_process_group: shardc run joins"):
         load(str(tmp_path / "model.py")).build()
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "shardc-run-left"
+    left.mkdir()
+    (left / ".lock").touch()
+    (left / "program").touch()
+    with run_folder() as one, run_folder() as two:
+        assert {*tmp_path.iterdir()} == {one, two}, "one that is in use stays"
+    assert not [*tmp_path.iterdir()]

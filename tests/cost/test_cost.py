@@ -19,9 +19,9 @@ from shardc.api import Program
 from shardc.capture import capture
 from shardc.cost import Cost, device
 from shardc.cost.dry_run import dry_run
-from shardc.cost.fewer_layers import layer_lists, with_layers
 from shardc.cost.measured.device_file import measured_file
-from shardc.machine.flops import traffic_of
+from shardc.ir.repeats import layer_lists, with_layers
+from shardc.machine.flops import moved_by
 from shardc.machine.work import Op
 from tests import live_bytes, zoo
 from tests.gpt3 import gpt3
@@ -323,7 +323,8 @@ def test_a_causal_mask_leaves_out_the_blocks_that_it_empties() -> None:
 )
 def test_an_op_moves_what_it_reads_and_writes(op: Any, args: Any, moved: int | None) -> None:
     operands = args()
-    assert traffic_of(op, operands, {}, op(*operands)) == moved
+    each = moved_by(op, operands, {}, op(*operands))
+    assert (each if each is None else sum(nbytes for _, nbytes in each)) == moved
 
 
 def test_what_products_reach_depends_on_their_shape() -> None:

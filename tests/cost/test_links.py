@@ -9,9 +9,9 @@ import pytest
 
 from shardc.cost.measured.device_file import device, names
 from shardc.ir.metadata import CommRecord
+from shardc.machine.clock import Flight, Flights
 from shardc.machine.collectives import collective_seconds, reach
 from shardc.machine.device import Device, Link
-from shardc.machine.flights import Flight, Flights
 from shardc.machine.work import Op
 from tests.cost.link_simulator import Links, Machine, padded
 
@@ -147,7 +147,7 @@ def test_stages_send_side_by_side(stages: int, level: int) -> None:
 
 
 def test_two_collectives_at_once_share_their_links() -> None:
-    """As the clock of a step has it (shardc.machine.flights): equal parts, until the shorter one ends."""
+    """As the clock of a step has it (shardc.machine.clock): equal parts, until the shorter one ends."""
     machine = device("h100-80g")
     m = Machine(machine, 64)
     ranks = np.arange(64)

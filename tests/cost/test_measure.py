@@ -13,7 +13,7 @@ import torch
 import shardc
 from shardc.cost import waterfall
 from shardc.cost.measured import measure, run_log
-from shardc.cost.measured.measure import Sample, fit, fit_link
+from shardc.cost.measured.measure import fit, fit_link
 from shardc.cost.measured.op_times import MeasuredStep, OpTime, OpTimes, file_of
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
@@ -60,23 +60,22 @@ def ops(scale: int, *dtypes: str) -> Iterator[Op]:
 @pytest.mark.parametrize("true", [CPU, CPU.model_copy(update={"launch": 2e-6, "bandwidth": 3e10})])
 def test_a_known_device_is_found(true: Device) -> None:
     """Its rates by least squares; a gelu, which is slower, has its own."""
-    samples = [Sample(op, true.op_seconds(op)) for op in ops(256, F32, F64)]
-    found = fit(samples)
+    seconds = {op: true.op_seconds(op) for op in ops(256, F32, F64)}
+    found = fit(seconds)
     assert found["launch"] == pytest.approx(true.launch, rel=0.2)
     assert found["bandwidth"] == pytest.approx(true.bandwidth, rel=0.1)
     assert found["flops"] == pytest.approx(dict(true.flops), rel=0.15)
     assert found["attention"] == pytest.approx(0.3, rel=0.15)
     assert found["ops"].keys() == {"gelu"}
     again = UNKNOWN.model_copy(update={k: x for k, x in found.items() if k != "attention"})
-    off = [abs(again.op_seconds(x.of) / x.seconds - 1) for x in samples if isinstance(x.of, Op) and not x.of.attention]
+    off = [abs(again.op_seconds(op) / took - 1) for op, took in seconds.items() if not op.attention]
     assert sorted(off)[len(off) // 2] < 0.1
 
 
 def test_of_two_ops_that_are_both_small_no_rate_is_below_zero() -> None:
     """What is subtracted in the least sum of squares gets next to nothing."""
-    samples = [Sample(Op(0, n, F32, name="add"), s) for n, s in ((100, 5e-6), (200, 4e-6), (300, 3e-6))]
-    samples += [Sample(Op(2 * n**3, 12 * n * n, F32, matrices=(1, n, n), name="mm"), 1e-5) for n in (2, 8)]
-    found = fit(samples)
+    small = {Op(0, n, F32, name="add"): s for n, s in ((100, 5e-6), (200, 4e-6), (300, 3e-6))}
+    found = fit(small | {Op(2 * n**3, 12 * n * n, F32, matrices=(1, n, n), name="mm"): 1e-5 for n in (2, 8)})
     assert found["bandwidth"] > 0
     assert found["launch"] > 0
     assert all(x > 0 for x in found["flops"].values())
@@ -88,7 +87,7 @@ def test_a_known_link_is_found(count: int) -> None:
     true = CPU.model_copy(update={"within": link, "between": link})
     ranks = tuple(range(count))
     each = [(kind, n) for kind in measure.KINDS for n in measure.MESSAGES]
-    found = fit_link([Sample(x, collective_seconds(true, *x, ranks), count) for x in each])
+    found = fit_link({(*x, count): collective_seconds(true, *x, ranks) for x in each})
     for kind, n in each:
         near = CPU.model_copy(update={"within": found, "between": found})
         assert collective_seconds(near, kind, n, ranks) == pytest.approx(

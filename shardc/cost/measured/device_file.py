@@ -115,22 +115,13 @@ def _keys(place: tuple[int | str, ...]) -> list[str]:
     return list(sections.get(str(place[0]), Device).model_fields if len(place) > 1 else Device.model_fields)
 
 
-def _did_you_mean(name: str) -> str:
-    """Suggest a name that starts with this one ("h100"), or else the nearest."""
-    close = next((n for n in names() if n.startswith(name.lower())), "") or nearest(name, names())
-    return f"did you mean {close!r}? " if close else ""
-
-
 def _text(name: str | Path) -> tuple[str, str]:
     """Return (the YAML text of a device, the file's name for errors)."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise ShardcError(
-                f"there is no file {path}",
-                where="device",
-                fix=f"give the path of a YAML file, or name one of {', '.join(names())}",
-            )
+            fix = f"give the path of a YAML file, or name one of {', '.join(names())}"
+            raise ShardcError(f"there is no file {path}", where="device", fix=fix)
         return text_file.read(path, "device"), str(path)
     if name in MEASURED:
         path = measured_file(str(name))
@@ -139,9 +130,8 @@ def _text(name: str | Path) -> tuple[str, str]:
             raise ShardcError(fault, where="device", fix=f"measure it once: shardc device {name} --measure")
         return text_file.read(path, "device"), str(path)
     if str(name) not in names():
-        raise ShardcError(
-            f"there is no device {str(name)!r}",
-            where="device",
-            fix=_did_you_mean(str(name)) + f"name one of {', '.join([*names(), *MEASURED])}, or a YAML file",
-        )
+        close = next((n for n in names() if n.startswith(str(name).lower())), "") or nearest(str(name), names())
+        fix = f"name one of {', '.join([*names(), *MEASURED])}, or a YAML file"
+        fault, hint = f"there is no device {str(name)!r}", f"did you mean {close!r}? " if close else ""
+        raise ShardcError(fault, where="device", fix=hint + fix)
     return resources.files("shardc.machine").joinpath("devices", f"{name}.yaml").read_text(), f"{name}.yaml"

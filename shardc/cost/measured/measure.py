@@ -23,9 +23,9 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -65,30 +65,21 @@ COPIES = ("add", "mul", "sub", "copy_", "clone", "_to_copy")
 OWN = 0.1
 VOCABULARY, HEAD, LENGTH, LAYERS = 1000, 32, 64, 8
 Kind = Literal["cpu", "cuda"]
-
-
 _NO_LINK = Link(bandwidth=1.0, latency=0.0)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The seconds of one op, or of one collective among `count` ranks: (kind, bytes)."""
-
-    of: Op | tuple[str, int]
-    seconds: float
-    count: int = 1
+#: A collective: its kind, its bytes, and the number of ranks.
+Message = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of one process. host: seconds that a small op takes beside its own.
+    """The results of one process. ops, links: seconds of each; host: those that a small op takes beside its own.
 
     computing: the share of its rate at which a device computes beside collectives.
     """
 
-    ops: Sequence[Sample] = ()
+    ops: Mapping[Op, float] = field(default_factory=dict)
     host: float = 0.0
-    links: Sequence[Sample] = ()
+    links: Mapping[Message, float] = field(default_factory=dict)
     computing: float = 1.0
 
 
@@ -115,9 +106,8 @@ def measure(
             between, how = _in_processes("nccl", 1, 2), "NCCL between two GPUs of this machine"
         else:
             between, how = Measured(links=_copies(device)), "there is only one GPU: copies from the host instead"
-        measured = Measured(measured.ops, measured.host, between.links, between.computing)
-    rates = fit([x for x in measured.ops if isinstance(x.of, Op)])
-    link = fit_link(measured.links)
+        measured = replace(measured, links=between.links, computing=between.computing)
+    rates, link = fit(measured.ops), fit_link(measured.links)
     return Device(
         name=device.type,
         source=f"{_name(device, threads)}, measured {date.today()}, torch {torch.__version__}; link: {how}",
@@ -135,11 +125,10 @@ def measure(
 # --- least squares
 
 
-def fit(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Fit `flops` by dtype, `bandwidth`, `launch`, `ops` and attention's share of flops to measured ops."""
-    ops = [(x.of, x.seconds) for x in samples if isinstance(x.of, Op)]
-    dtypes = sorted({format_of(op.dtype) for op, _ in ops if op.flops and not op.attention})
-    plain = [(op, seconds) for op, seconds in ops if not op.attention]
+def fit(ops: Mapping[Op, float]) -> dict[str, Any]:
+    """Fit `flops` by dtype, `bandwidth`, `launch`, `ops` and attention's share of flops to the seconds of ops."""
+    plain = [(op, seconds) for op, seconds in ops.items() if not op.attention]
+    dtypes = sorted({format_of(op.dtype) for op, _ in plain if op.flops})
     copies = [(op, seconds) for op, seconds in plain if op.name in COPIES]
     launch, traffic = _positive_least_squares([[1.0, op.traffic] for op, _ in copies], [s for _, s in copies])
     flops = {}
@@ -151,7 +140,7 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
         flops[dtype] = 1 / per_flop
     rates: dict[str, Any] = {"flops": flops, "bandwidth": 1 / traffic, "launch": launch}
     device = Device(name="", memory=1, kind="cpu", within=_NO_LINK, between=_NO_LINK, **rates)
-    shares = [op.computed() / device.flops_per_second(op.dtype) / s for op, s in ops if op.attention]
+    shares = [op.computed() / device.flops_per_second(op.dtype) / s for op, s in ops.items() if op.attention]
     by: defaultdict[str, list[float]] = defaultdict(list)
     for op, seconds in plain:
         by[op.name].append(seconds / device.op_seconds(op))
@@ -166,8 +155,8 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
     return {**rates, "ops": by_op, "attention": attention}
 
 
-def fit_link(samples: Sequence[Sample]) -> Link:
-    """Fit a node's link to measured collectives: each takes its latency plus its bytes over its rate.
+def fit_link(messages: Mapping[Message, float]) -> Link:
+    """Fit a node's link to the seconds of collectives: each takes its latency plus its bytes over its rate.
 
     Each kind then gets its share of the rate that the fastest kind reaches.
     """
@@ -177,14 +166,13 @@ def fit_link(samples: Sequence[Sample]) -> Link:
         return collective_seconds(device, kind, nbytes, tuple(range(count)))
 
     unit_latency, unit_rate = Link(bandwidth=1e30, latency=1.0), Link(bandwidth=1.0, latency=0.0)
-    messages = [(x.of[0], float(x.of[1]), x.count) for x in samples if not isinstance(x.of, Op)]
     columns = [[seconds(*x, unit_latency), seconds(*x, unit_rate)] for x in messages]
-    latency, per_byte = _positive_least_squares(columns, [x.seconds for x in samples])
+    latency, per_byte = _positive_least_squares(columns, list(messages.values()))
     link = Link(bandwidth=1 / per_byte, latency=latency)
     by: defaultdict[str, list[float]] = defaultdict(list)
-    for x, sample in zip(messages, samples, strict=True):
+    for x, took in messages.items():
         if x[1] >= 2**20:
-            by[x[0]].append(seconds(*x, link) / sample.seconds)
+            by[x[0]].append(seconds(*x, link) / took)
     reached = {kind: statistics.median(factors) for kind, factors in by.items()}
     most = max(reached.values(), default=1.0)
     kinds = {kind: share / most for kind, share in sorted(reached.items()) if share < (1 - OWN) * most}
@@ -210,8 +198,8 @@ def _positive_least_squares(columns: Sequence[Sequence[float]], seconds: Sequenc
 # --- ops
 
 
-def _ops(device: torch.device, sizes: Sequence[tuple[int, int]], rounds: int) -> tuple[list[Sample], float]:
-    """Return samples of the ops of all pieces, and `host`.
+def _ops(device: torch.device, sizes: Sequence[tuple[int, int]], rounds: int) -> tuple[dict[Op, float], float]:
+    """Return the seconds of the ops of all pieces, and `host`.
 
     All pieces run in turn, several times, so that operands are as in a step: seldom in the nearest cache.
     """
@@ -230,7 +218,7 @@ def _ops(device: torch.device, sizes: Sequence[tuple[int, int]], rounds: int) ->
                 piece()
         for x in times.measured(0).ops if turn else ():  # the first round allocates
             took[x.op._replace(of="", again=False)].append(x.seconds / x.count)
-    return [Sample(op, statistics.median(runs)) for op, runs in took.items() if min(runs) > 0], _host(device, sizes[0])
+    return {op: statistics.median(runs) for op, runs in took.items() if min(runs) > 0}, _host(device, sizes[0])
 
 
 def _pieces(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], None]]:
@@ -327,7 +315,7 @@ def _process(rank: int, count: int, backend: str, threads: int, folder: str, set
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=count)
-    ops, host = _ops(device, SIZES["cpu"], OP_ROUNDS) if device.type == "cpu" else ([], 0.0)
+    ops, host = _ops(device, SIZES["cpu"], OP_ROUNDS) if device.type == "cpu" else ({}, 0.0)
     dist.barrier()
     mesh = TorchMesh(Mesh((("ranks", count),)), device=device, watch=0)
     links, computing = _links(mesh, device), _overlapped_rate(mesh, device)
@@ -335,10 +323,10 @@ def _process(rank: int, count: int, backend: str, threads: int, folder: str, set
     return Measured(ops, host, links, computing)
 
 
-def _links(mesh: TorchMesh, device: torch.device) -> list[Sample]:
+def _links(mesh: TorchMesh, device: torch.device) -> dict[Message, float]:
     """Time each kind and size of collective, in turn: a short slowdown then affects one round of several."""
     count = mesh.layout.world
-    took: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    took: defaultdict[Message, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
         for nbytes in MESSAGES:
             x = torch.zeros(count, nbytes // (4 * count), device=device)
@@ -351,8 +339,8 @@ def _links(mesh: TorchMesh, device: torch.device) -> list[Sample]:
             calls = max(min(CALLS, 2**24 // nbytes), 1)
             for kind in KINDS:
                 dist.barrier()
-                took[kind, nbytes].append(_seconds(ways[kind], device, calls))
-    return [Sample(of, min(seconds), count) for of, seconds in took.items()]
+                took[kind, nbytes, count].append(_seconds(ways[kind], device, calls))
+    return {message: min(seconds) for message, seconds in took.items()}
 
 
 def _gathered(mesh: TorchMesh, x: Tensor) -> None:
@@ -360,14 +348,14 @@ def _gathered(mesh: TorchMesh, x: Tensor) -> None:
     mesh.start_all_gather(x[mesh.rank], x.view(-1), "ranks").wait()
 
 
-def _copies(device: torch.device) -> list[Sample]:
-    """Return samples of copies from the host to the only GPU, instead of messages."""
+def _copies(device: torch.device) -> dict[Message, float]:
+    """Return the seconds of copies from the host to the only GPU, instead of messages."""
     host = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
     gpu = torch.zeros_like(host, device=device)
-    return [
-        Sample(("send_recv", n), min(_seconds(partial(gpu[:n].copy_, host[:n]), device) for _ in range(ROUNDS)), 2)
+    return {
+        ("send_recv", n, 2): min(_seconds(partial(gpu[:n].copy_, host[:n]), device) for _ in range(ROUNDS))
         for n in MESSAGES
-    ]
+    }
 
 
 def _overlapped_rate(mesh: TorchMesh, device: torch.device) -> float:

@@ -12,7 +12,6 @@ inside of a collective count as part of it; its wait is measured (shardc.runtime
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,12 +23,14 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardc.cost.ledger import Ledger
+from shardc.cost.ledger import Ledger, tensors_in
 from shardc.machine.work import Op
 from shardc.runtime.mesh.base import RankMesh
 from shardc.runtime.mesh.waits import Wait, event
-from shardc.torch_private import busy_gpu, pytree
+from shardc.torch_private import busy_gpu
 
+#: The kind of storages that no op of the step has made.
+BEFORE = "before"
 #: Calls that find the time that measuring adds to an op.
 CALLS = 200
 
@@ -90,7 +91,6 @@ class OpTimes(Ledger):
         self._updates = 0
         self._hooks: list[RemovableHandle] = []
         self._added = 0.0
-        self._before: dict[int, Any] = {}  # storages that existed already, until they are freed
         self._began = 0.0
         self._seconds = 0.0
 
@@ -119,7 +119,7 @@ class OpTimes(Ledger):
         live = most = 0
         for part in self.parts:
             for sign, storage in part.changes:
-                live += sign * storage.nbytes
+                live += sign * storage.nbytes * (storage.kind != BEFORE)
                 most = max(most, live)
         cpu = self.device.type == "cpu"
         name = f"cpu, {torch.get_num_threads()} threads" if cpu else torch.cuda.get_device_name(self.device)
@@ -133,23 +133,11 @@ class OpTimes(Ledger):
 
     # --- what the ledger sees
 
-    def observe(self, x: Tensor) -> None:
-        if x.layout is torch.strided and x.untyped_storage()._cdata not in self._before:
-            super().observe(x)
-
-    def _note_operand(self, x: Tensor) -> None:
-        """Remember an operand that no op of this step has made."""
-        if x.layout is not torch.strided or x.device.type == "meta":
-            return
-        untyped = x.untyped_storage()
-        key = untyped._cdata
-        if key not in self.storages and key not in self._before:
-            self._before[key] = weakref.ref(untyped, lambda _: self._before.pop(key, None))
-
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor):
-                self._note_operand(x)
+        self.kind = BEFORE
+        for x in tensors_in((args, kwargs)):
+            self.observe(x)
+        self.kind = "temporaries"
         if self.device.type == "cpu":
             begin = time.perf_counter()
             result = func(*args, **kwargs)

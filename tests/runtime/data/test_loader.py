@@ -18,9 +18,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardc
 from shardc.api import Program
-from shardc.cli import model_file
-from shardc.cli.ranks import worker
-from shardc.cli.ranks.job import Job
 from shardc.cli.ranks.user_frames import one_line, place
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
@@ -566,16 +563,6 @@ def test_run_reads_a_dataset_and_resumes_it_on_another_mesh(tmp_path: Path) -> N
     done = warm.run("run", "model.py", "spec.yaml", "--mesh", "dp=1,tp=1", "--steps", "1", cwd=tmp_path)
     assert done.returncode == 2
     assert "data('train') returns None" in done.stderr
-
-
-def test_data_that_ends_begins_again(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(
-        MODEL.replace("return Rows(18)", "return [batch()] * 2").replace("Rows(8)", "None")
-    )
-    file = model_file.load(str(tmp_path / "model.py"))
-    shardc.compile(file.on_meta(), file.batch, {"shardc": 1, "mesh": {"dp": 1}}).save(tmp_path / "program")
-    summary = worker.run(Job(str(tmp_path / "program"), str(tmp_path / "model.py"), {"steps": 3}, quiet=True))
-    assert summary["steps"] == 3
 
 
 # --- what a user can get wrong

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -17,7 +19,7 @@ import torch.multiprocessing as mp
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
-from shardc.runtime.mesh import TorchMesh, local_device
+from shardc.runtime.mesh import TorchMesh, inherited, local_device
 from shardc.runtime.mesh.local_device import local_device as device_of_this_process
 from shardc.runtime.mesh.local_device import share_no_gpu
 from tests import warm
@@ -185,3 +187,17 @@ def test_two_processes_on_one_gpu_are_refused(machine: Machine) -> None:
     store.set("shardc/gpu/4", "GPU-7")  # the machine's first process is rank 4 of the world
     with pytest.raises(ShardcError, match=r"ranks 4, 5 use the same GPU \(cuda:0, GPU-7\)\n  fix: start one process"):
         share_no_gpu(store, 5, local_device.local_device())
+
+
+def test_a_process_that_is_forked_does_not_keep_connections_open() -> None:
+    with inherited.not_inherited():
+        ours, peer = socket.socketpair()
+    done, wait = multiprocessing.Pipe()
+    forked = multiprocessing.get_context("fork").Process(target=wait.recv)
+    forked.start()
+    ours.close()
+    peer.settimeout(5)
+    assert peer.recv(1) == b"", "the other side sees the end"
+    peer.close()
+    done.send("end")
+    forked.join()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardc.ir.conversions import BY_OP, COLLECTIVES, Conversion
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import CommRecord
 from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.ir.shard_chunks import chunks, widen
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -145,8 +146,17 @@ def arguments(row: Conversion, old: Placement, new: Placement) -> tuple[Any, ...
     return ("a", *(arg for s in each for arg in (s.dim, s.signed, s.sections, s.padding, s.blocks)))
 
 
+def messages(row: Conversion, x: Tensor, old: Placement, new: Placement, n: int) -> list[CommRecord]:
+    """What the op sends, and its transpose, where they send anything: the value with its padding."""
+    for s in (old, new):
+        x = widen(x, s) if isinstance(s, Shard) else x
+    size = x.nbytes
+    ways = zip(row.collectives(gradient=True), ("forward", "backward"), strict=True)
+    return [CommRecord(k, ("a",), size // n if k == "all_to_all" else size, way, "node") for k, way in ways]
+
+
 def conversion(name: str) -> None:
-    """A row of the table: values and gradients, at once, begun and waited for, and its transpose by itself."""
+    """A row of the table: values and gradients, at once, begun and waited for, its transpose alone; what each sends."""
     row = BY_OP[name]
     sums = row.source is Partial or row.target is Partial
     for n in RANKS:
@@ -156,14 +166,18 @@ def conversion(name: str) -> None:
                 flows = dtype not in WHOLE
                 xs, gs = lay(x, old, n, gradient=False), lay(g, new, n, gradient=True) if flows else [g] * n
                 args = arguments(row, old, new)
+                sent = messages(row, x, old, new, n)
 
                 def work(mesh: LoopbackMesh) -> tuple[Any, ...]:
                     mine, g = xs[mesh.rank].clone(memory_format=torch.preserve_format), gs[mesh.rank]
                     found = [getattr(ops, name)(mine, mesh, *args, tag="node")]
+                    assert mesh.records == sent[:1] * (row.forward in COLLECTIVES), "it sends something else"
                     if row.forward in COLLECTIVES:
                         found.append(ops.wait(ops.start(name, mine.detach(), mesh, *args, tag="node")))
                     if flows:
+                        mesh.records.clear()
                         found.append(ops.transpose(name, g, mesh, *args, tag="node"))
+                        assert mesh.records == sent[1:] * (row.backward in COLLECTIVES), "its transpose does"
                     if flows and row.backward in COLLECTIVES:
                         found.append(ops.wait(ops.transpose_start(name, g, mesh, *args, tag="node")))
                     assert torch.equal(mine, xs[mesh.rank]), "it writes to its operand"

@@ -25,7 +25,6 @@ from shardc.runtime.state.checkpoint_folder import newest, read_index
 from shardc.runtime.state.init import named_tensors, record
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.sources import check_names
-from tests import warm
 
 torch.set_num_threads(1)
 
@@ -542,70 +541,6 @@ def test_exported_safetensors_load_anywhere(sizes: Sizes, form: str, tmp_path: P
     assert all(
         torch.equal(joined(program, again, p.name), dict(model.named_parameters())[p.fqn]) for p in program.params
     )
-
-
-def test_exported_transformers_model_comes_back_from_pretrained(tmp_path: Path) -> None:
-    import transformers
-
-    config = transformers.GPT2Config(
-        n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=1, eos_token_id=2
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    program = program_of(model, {"dp": 2})
-
-    def work(mesh: LoopbackMesh) -> None:
-        held = RankState(program, mesh, *local_parameters(program, model, mesh, 0))
-        export.export_safetensors(tmp_path, held, max_file_bytes=4000)
-
-    loopback(program.mesh, work)
-    config.save_pretrained(tmp_path)
-    back, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert all(torch.equal(x, model.state_dict()[n]) for n, x in back.state_dict().items())
-
-
-# --- real processes ---------------------------------------------------------------------------------------------------
-
-
-def _process(rank: int, port: int, folder: str) -> None:
-    from shardc.runtime.mesh import TorchMesh
-
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    program = program_of(record(Net)[0], {"tp": 2})
-    mesh = TorchMesh(program.mesh)
-    params, buffers = local_parameters(program, Net, mesh, 7)
-    optimizer = OPTIMIZERS["adamw"]([params[p.name] for p in program.params if p.requires_grad])
-    held = RankState(program, mesh, params, buffers, optimizer)
-    loading.load(Path(folder) / "in", held)
-    _train(program, mesh, params, optimizer, range(2, 4))
-    saving.save(Path(folder) / "out", held, {"step": 4})
-    torch.save(parts.full_state_dict(program, mesh, params, buffers), f"{folder}/full-{rank}.pt")
-    mesh.close()
-
-
-def test_two_gloo_processes_resume_what_four_threads_saved(tmp_path: Path, free_port: int) -> None:
-    make = OPTIMIZERS["adamw"]
-    _trained({"dp": 2, "tp": 2}, make, tmp_path / "in", steps=2)
-    warm.ranks(_process, free_port, str(tmp_path), world=2)
-    program, ranks, *_ = _trained({"dp": 1}, make, None, steps=4)
-    again, back, _, extra, _ = _trained({"dp": 4}, make, None, 0, resume=tmp_path / "out")
-    assert extra == {"step": 4}
-    full = [torch.load(tmp_path / f"full-{r}.pt") for r in range(2)]
-    for p in program.params:
-        whole = joined(program, ranks, p.name)
-        assert torch.equal(joined(again, back, p.name), whole), p.name
-        assert all(torch.equal(f[p.fqn], whole) for f in full)
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def test_weights_of_another_model_are_told_in_one_line() -> None:

@@ -18,15 +18,7 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.stage.not_finite import NotFiniteError
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.down(self.up(x).relu()) - x).square().mean()
+from tests.runtime.step.small import BATCH, Net
 
 
 def _seeded(seed: int) -> Net:
@@ -41,9 +33,6 @@ def net(seed: int = 0) -> Net:
     return copy.deepcopy(MODELS[seed])
 
 
-BATCH = {"x": torch.linspace(-1, 1, 8 * 8).view(8, 8)}
-
-
 def compiled(**spec: Any) -> Any:
     mesh = {"dp": 2, "tp": 2}
     return shardc.compile(net(), BATCH, {"shardc": 1, "mesh": mesh, "shard": {"use": "structure"}, **spec})
@@ -56,73 +45,10 @@ def adam(lr: float = 1e-3) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda params: torch.optim.Adam(params, lr=lr)
 
 
-def changed(rank: int) -> dict[str, torch.Tensor]:
-    x = BATCH["x"].clone()
-    x[7, 7] += 1e-6 * (rank == 3)
-    return {"x": x}
-
-
-def weights(mesh: LoopbackMesh) -> None:
-    Engine(PROGRAM, net(seed=int(mesh.rank == 3)), mesh=mesh)
-
-
-def one_weight(mesh: LoopbackMesh) -> None:
-    model = net()
-    with torch.no_grad():
-        model.down.weight[0, 15] += mesh.rank == 3  # a part that ranks 1 and 3 hold
-    Engine(PROGRAM, model, mesh=mesh)
-
-
-def seeds(mesh: LoopbackMesh) -> None:
-    Engine(PROGRAM, net(), seed=int(mesh.rank == 3), mesh=mesh)
-
-
-def programs(mesh: LoopbackMesh) -> None:
-    other = compiled(data={"axis": "dp", "zero": 1}) if mesh.rank == 3 else PROGRAM
-    Engine(other, net(), mesh=mesh)
-
-
-def clipping(mesh: LoopbackMesh) -> None:
-    Engine(PROGRAM, net(), clip_norm=1.0 + (mesh.rank == 3), mesh=mesh)
-
-
-def rates(mesh: LoopbackMesh) -> None:
-    Engine(PROGRAM, net(), adam(1e-3 * (1 + (mesh.rank == 3))), mesh=mesh).step(BATCH)
-
-
-def schedules(mesh: LoopbackMesh) -> None:
-    engine = Engine(PROGRAM, net(), adam(), mesh=mesh)
-    engine.step(BATCH)
-    assert engine.optimizer is not None
-    engine.optimizer.param_groups[0]["lr"] *= 1 + (mesh.rank == 3)
-    engine.step(BATCH)
-
-
-def batches(mesh: LoopbackMesh) -> None:
-    Engine(PROGRAM, net(), mesh=mesh).step(changed(mesh.rank))
-
-
-def rows(mesh: LoopbackMesh) -> None:
-    Engine(PROGRAM, net(), mesh=mesh).step({"x": BATCH["x"][: 8 - 2 * (mesh.rank == 3)]})
-
-
-def held_out(mesh: LoopbackMesh) -> None:
-    Engine(PROGRAM, net(), mesh=mesh).evaluate(changed(mesh.rank))
-
-
-def parts(mesh: LoopbackMesh) -> None:
-    half = changed(mesh.rank)["x"].chunk(2)[mesh.coordinate("dp")]
-    Engine(PROGRAM, net(), mesh=mesh).step({"x": half}, local=True)
-
-
 def modules(mesh: LoopbackMesh) -> None:
-    ShardedModule(PROGRAM, net(), mesh=mesh)(x=changed(mesh.rank)["x"].chunk(2)[mesh.coordinate("dp")])
-
-
-def steps(mesh: LoopbackMesh) -> None:
-    engine = Engine(PROGRAM, net(), mesh=mesh)
-    engine.rng.step += mesh.rank == 3
-    engine.step(BATCH)
+    x = BATCH["x"].clone()
+    x[7, 7] += 1e-6 * (mesh.rank == 3)
+    ShardedModule(PROGRAM, net(), mesh=mesh)(x=x.chunk(2)[mesh.coordinate("dp")])
 
 
 def alone(call: str) -> Callable[[LoopbackMesh], None]:
@@ -142,23 +68,12 @@ def alone(call: str) -> Callable[[LoopbackMesh], None]:
     [
         (alone("export"), r"a step on rank 0, exporting on rank 3\n  fix: .* outside of `if rank == 0:`"),
         (alone("load"), "a step on rank 0, loading a checkpoint on rank 3"),
-        (alone("save"), "a step on rank 0, saving on rank 3"),
-        (weights, r"the weight up.weight differs between rank"),
-        (one_weight, r"^the weight down.weight differs between rank 1 .* and rank 3 "),
-        (seeds, "the seed differs on rank 3"),
-        (programs, "the program differs on rank 3"),
-        (clipping, "clip_norm differs on rank 3"),
-        (rates, "the learning rate differs on rank 3"),
-        (schedules, "the learning rate differs on rank 3"),
-        (batches, "the global batch differs on rank 3"),
-        (rows, "the global batch differs on rank 3"),
-        (held_out, "the global batch differs on rank 3"),
-        (parts, r"the part of the batch differs between rank 2 .* and rank 3 "),
         (modules, r"the part of the batch differs between rank 2 .* and rank 3 "),
-        (steps, "the number of steps done differs on rank 3"),
     ],
 )
 def test_a_difference_between_ranks_is_an_error_on_all(work: Callable[[LoopbackMesh], None], what: str) -> None:
+    """(Most of them: tests/runtime/mesh/differences.py, over gloo.)"""
+
     def caught(mesh: LoopbackMesh) -> str:
         with pytest.raises(ShardcError, match=what) as e:
             work(mesh)
@@ -203,7 +118,7 @@ def test_a_loss_that_is_not_finite_stops_the_step_and_names_the_module(spec: dic
         engine = Engine(program, net(), adam(), mesh=mesh, nonfinite="stop")
         engine.step(BATCH)
         before = {n: x.clone() for n, x in engine.full_state_dict().items()}
-        with pytest.raises(NotFiniteError, match=r"the loss of step 2 is nan; .* of up \(test_agreement.py:\d+\)"):
+        with pytest.raises(NotFiniteError, match=r"the loss of step 2 is nan; .* of up \(small.py:\d+\)"):
             engine.step(bad)
         same = [torch.equal(before[n], x) for n, x in engine.full_state_dict().items()]
         assert engine.step(BATCH).isfinite()

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.errors import ShardcError
-from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.mesh.loopback import LoopbackMesh
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
+from tests.runtime.step.small import on_engines, on_modules
 
 
 class Net(nn.Module):
@@ -65,13 +66,12 @@ def plain(clip: list[float | None]) -> tuple[nn.Module, list[float]]:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_norms_and_clipping_set_in_the_middle(spec: str) -> None:
-    program = compiled(spec)
     model, want = plain([None, 0.01, None])
     weights = {n: float(p.detach().norm()) for n, p in model.named_parameters()}
     grads = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
 
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(program, NET, sgd, mesh=mesh)
+    @on_engines(compiled(spec), NET, sgd)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         engine.step(BATCH)
         assert engine.grad_norm is None
         engine.set(clip_norm=0.01)
@@ -84,8 +84,6 @@ def test_norms_and_clipping_set_in_the_middle(spec: str) -> None:
         assert engine.norms() == pytest.approx(weights, rel=1e-12)
         assert engine.norms(grad=True) == pytest.approx(grads, rel=1e-12)
 
-    loopback(program.mesh, work)
-
 
 @pytest.mark.parametrize("spec", ["tp, padded", "zero 3"])
 def test_norms_of_a_module(spec: str) -> None:
@@ -95,21 +93,17 @@ def test_norms_of_a_module(spec: str) -> None:
     weights = {n: float(p.detach().norm()) for n, p in model.named_parameters()}
     grads = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(compiled(spec), NET, mesh=mesh)
+    @on_modules(compiled(spec), NET)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         assert set(module.norms(grad=True).values()) == {0.0}
         module(**module.local(BATCH)).backward()
         assert module.norms() == pytest.approx(weights, rel=1e-12)
         assert module.norms(grad=True) == pytest.approx(grads, rel=1e-12)
 
-    loopback(compiled(spec).mesh, work)
-
 
 def test_options_that_are_set_on_some_ranks_or_mean_nothing_are_refused() -> None:
-    program = compiled("zero 1")
-
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(program, NET, sgd, mesh=mesh)
+    @on_engines(compiled("zero 1"), NET, sgd)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         said = r"engine.set: clip_norm differs on rank 3 \(dp=3\): 0.5 on rank 0, 0.1 on rank 3\n  fix: set the same"
         with pytest.raises(ShardcError, match=said):
             engine.set(clip_norm=0.1 if mesh.rank == 3 else 0.5)
@@ -130,34 +124,28 @@ def test_options_that_are_set_on_some_ranks_or_mean_nothing_are_refused() -> Non
         with pytest.raises(ShardcError, match=r"gradients of engine.backward need an update"):
             engine.set(clip_norm=1.0)
 
-    loopback(program.mesh, work)
-
 
 def test_what_is_set_goes_to_an_engine_of_another_plan() -> None:
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(compiled("zero 1"), NET, sgd, mesh=mesh)
+    @on_engines(compiled("zero 1"), NET, sgd)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         engine.set(clip_norm=0.5, nonfinite="skip")
         assert engine.to(compiled("zero 3")).clip_norm == 0.5
-
-    loopback(compiled("zero 1").mesh, work)
 
 
 @pytest.mark.parametrize("spec", ["zero 1", "stages"])
 def test_an_update_of_one_rank_alone_is_an_error_on_all(spec: str) -> None:
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(compiled(spec), NET, sgd, mesh=mesh)
+    @on_engines(compiled(spec), NET, sgd)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         engine.backward(BATCH)
         with pytest.raises(ShardcError, match=r"call of this rank differs .*: an update on rank 0, a step on rank 1"):
             engine.update() if mesh.rank == 0 else engine.step(BATCH)
-
-    loopback(compiled(spec).mesh, work)
 
 
 def test_an_update_without_a_backward_is_refused() -> None:
     """Gradients of the last step still stand there: they would be taken a second time."""
 
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(compiled("zero 1"), NET, sgd, mesh=mesh)
+    @on_engines(compiled("zero 1"), NET, sgd)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         for act in (engine.step, engine.backward):
             act(BATCH)
             if act == engine.backward:
@@ -166,5 +154,3 @@ def test_an_update_without_a_backward_is_refused() -> None:
                 ShardcError, match=r"engine.update: no backward was called since(.|\n)*fix: engine.backward"
             ):
                 engine.update()
-
-    loopback(compiled("zero 1").mesh, work)

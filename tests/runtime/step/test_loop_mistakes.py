@@ -15,7 +15,7 @@ from shardc.errors import ShardcError
 from shardc.runtime.mesh.agreement import DisagreementError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.module import ShardedModule
-from tests.runtime.step.test_own_loop import BATCH, NET, SPECS, compiled
+from tests.runtime.step.small import BATCH, NORMED, SPECS, compiled
 
 
 class Two(nn.Module):
@@ -76,7 +76,7 @@ def test_gradients_that_one_rank_alone_clears(spec: str) -> None:
     program = compiled(spec)
 
     def rank(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+        module = ShardedModule(program, NORMED, mesh=mesh)
         for _ in range(3):
             if mesh.rank == 0:
                 module.zero_grad()
@@ -90,7 +90,7 @@ def test_a_hook_on_the_module_itself_runs(capfd: pytest.CaptureFixture[str]) -> 
     program = compiled("tp")
 
     def rank(mesh: LoopbackMesh) -> list[float]:
-        module = ShardedModule(program, NET, mesh=mesh)
+        module = ShardedModule(program, NORMED, mesh=mesh)
         plain = module(**module.local(BATCH))
         module.register_forward_hook(lambda module, given, loss: 2 * loss)
         return [plain.item(), module(**module.local(BATCH)).item()]

@@ -20,20 +20,9 @@ from shardc.runtime.mesh.base import Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
+from tests.runtime.step.small import BATCH, NORMED, NormedNet
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.down(self.norm(self.up(x)).relu()) - x).square().mean()
-
-
-torch.manual_seed(0)
-NET, OTHER = Net(), Net()
-BATCH = {"x": torch.linspace(-1, 1, 64).view(8, 8).sin()}
+OTHER = NormedNet()
 SPECS: dict[str, dict[str, Any]] = {
     "one": {"mesh": {"dp": 1}},
     "dp": {"mesh": {"dp": 2}},
@@ -46,10 +35,10 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def compiled(name: str) -> shardc.Program:
-    return shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **SPECS[name]}, prove=False)
+    return shardc.compile(copy.deepcopy(NORMED), BATCH, {"shardc": 1, **SPECS[name]}, prove=False)
 
 
-def made(mesh: LoopbackMesh, name: str, model: nn.Module = NET) -> tuple[ShardedModule, torch.optim.Optimizer]:
+def made(mesh: LoopbackMesh, name: str, model: nn.Module = NORMED) -> tuple[ShardedModule, torch.optim.Optimizer]:
     module = ShardedModule(compiled(name), model, mesh=mesh)
     return module, torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
 
@@ -123,7 +112,7 @@ def test_whole_weights_of_another_rank_are_loaded() -> None:
 
 @pytest.mark.parametrize(("name", "other"), [("tp", "zero 1"), ("zero 3", "tp"), ("dp", "one"), ("one", "zero 2")])
 def test_a_loop_goes_on_from_its_checkpoint_on_another_mesh(name: str, other: str, tmp_path: Path) -> None:
-    reference = copy.deepcopy(NET)
+    reference = copy.deepcopy(NORMED)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
     for _ in range(4):
         optimizer.zero_grad()
@@ -210,7 +199,7 @@ def test_an_optimizers_state_of_another_rank_is_refused(name: str, before: bool)
 
 
 def test_the_whole_models_optimizer_state_is_refused() -> None:
-    plain = copy.deepcopy(NET)
+    plain = copy.deepcopy(NORMED)
     of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     plain(**BATCH).backward()
     of_plain.step()
@@ -233,7 +222,7 @@ def test_an_engines_optimizer_refuses_the_state_of_another_rank() -> None:
         return [torch.optim.AdamW(pairs[:2]), torch.optim.SGD(pairs[2:], lr=0.1, momentum=0.9)]
 
     def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(compiled("tp"), NET, several, mesh=mesh)
+        engine = Engine(compiled("tp"), NORMED, several, mesh=mesh)
         engine.step(BATCH)
         assert engine.optimizer is not None
         shared[mesh.rank] = copy.deepcopy(engine.optimizer.state_dict())

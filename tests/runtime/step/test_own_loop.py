@@ -22,35 +22,7 @@ from shardc.runtime.checks.tensor_parts import part as part_of
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.down(self.norm(self.up(x)).relu()) - x).square().mean()
-
-
-torch.manual_seed(0)
-NET = Net()
-BATCH = {"x": torch.linspace(-1, 1, 64).view(8, 8).sin()}
-SPECS: dict[str, dict[str, Any]] = {
-    "tp": {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}},
-    "zero 1": {"mesh": {"dp": 4}, "data": {"axis": "dp", "zero": 1}},
-    "zero 3": {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}, "data": {"axis": "dp", "zero": 3}},
-}
-
-
-@functools.cache
-def compiled(name: str) -> shardc.Program:
-    return shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **SPECS[name]})
-
-
-def backward(module: ShardedModule) -> None:
-    module(**module.local(BATCH)).backward()
-
+from tests.runtime.step.small import BATCH, NORMED, SPECS, backward, compiled, on_engines, on_modules
 
 NORMS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "clip_grad_norm_": lambda ps: nn.utils.clip_grad_norm_(ps, 1.0),
@@ -65,10 +37,8 @@ NORMS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_norm_over_parts_of_gradients_is_refused(spec: str) -> None:
-    program = compiled(spec)
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled(spec))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         backward(module)
         for norm in NORMS.values():
             with pytest.raises(ShardcError, match=r"module\.clip_grad_norm_"):
@@ -77,16 +47,13 @@ def test_a_norm_over_parts_of_gradients_is_refused(spec: str) -> None:
         plain = [p.grad.as_subclass(Tensor) for p in module.parameters() if p.grad is not None and p.numel()]
         assert all(float(g.abs().max()) <= 2**-10 for g in plain)
 
-    loopback(program.mesh, work)
-
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_parts_in_one_vector_are_refused(spec: str) -> None:
-    program = compiled(spec)
-    whole = nn.utils.parameters_to_vector(NET.parameters())
+    whole = nn.utils.parameters_to_vector(NORMED.parameters())
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled(spec))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         before = module.full_state_dict()
         with pytest.raises(ShardcError, match=r"parameters_to_vector: up.weight: this rank has only a part"):
             nn.utils.parameters_to_vector(module.parameters())
@@ -96,8 +63,6 @@ def test_parts_in_one_vector_are_refused(spec: str) -> None:
         p = module.up.weight
         assert p.view(-1).numel() == p.numel() == p.detach().numel()
 
-    loopback(program.mesh, work)
-
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_trained_parameter_has_a_gradient(spec: str) -> None:
@@ -105,7 +70,7 @@ def test_every_trained_parameter_has_a_gradient(spec: str) -> None:
     program = compiled(spec)
 
     def work(mesh: LoopbackMesh) -> int:
-        module = ShardedModule(program, NET, mesh=mesh)
+        module = ShardedModule(program, NORMED, mesh=mesh)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         backward(module)
         grads = [p.grad for p in module.parameters()]
@@ -124,17 +89,14 @@ def test_every_trained_parameter_has_a_gradient(spec: str) -> None:
 
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}])
 def test_a_norm_over_whole_gradients_is_torchs(mesh: dict[str, int]) -> None:
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": mesh})
-    reference = copy.deepcopy(NET)
+    reference = copy.deepcopy(NORMED)
     reference(**BATCH).backward()
     want = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(shardc.compile(copy.deepcopy(NORMED), BATCH, {"shardc": 1, "mesh": mesh}))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         backward(module)
         torch.testing.assert_close(nn.utils.clip_grad_norm_(module.parameters(), 0.1), want)
-
-    loopback(program.mesh, work)
 
 
 def test_a_part_of_a_gradient_is_a_tensor_otherwise() -> None:
@@ -282,24 +244,21 @@ def test_a_compiled_optimizer_steps_parts() -> None:
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"foreach": False}])
 def test_optimizers_step_on_parts(spec: str, options: dict[str, bool]) -> None:
-    program = compiled(spec)
-    reference = copy.deepcopy(NET)
+    reference = copy.deepcopy(NORMED)
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
     for _ in range(2):
         plain.zero_grad()
         reference(**BATCH).backward()
         plain.step()
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled(spec))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, **options)
         for zeros in (True, False):  # eps: up.bias has no gradient but noise
             optimizer.zero_grad(set_to_none=zeros)
             backward(module)
             optimizer.step()
         torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()), rtol=1e-4, atol=1e-4)
-
-    loopback(program.mesh, work)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -317,12 +276,12 @@ def test_an_average_of_weights_is_the_plain_models(spec: str, capfd: pytest.Capt
     def averaged(model: nn.Module) -> AveragedModel:
         return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
 
-    reference = copy.deepcopy(NET)
+    reference = copy.deepcopy(NORMED)
     want = averaged(reference)
     train(reference, lambda m: m(**BATCH), want)
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(program)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         average = averaged(module)
         train(module, lambda m: m(**m.local(BATCH)), average)
         torch.testing.assert_close(average.module.full_state_dict(), dict(want.module.state_dict()))
@@ -331,32 +290,27 @@ def test_an_average_of_weights_is_the_plain_models(spec: str, capfd: pytest.Capt
         want.eval()
         torch.testing.assert_close(average(**program.local(BATCH, mesh.rank)), want(**BATCH))
 
-    loopback(program.mesh, work)
     assert (
         "another engine or module was made from it" not in capfd.readouterr().err
     )  # the average is no second training
 
 
 def test_a_copy_shares_nothing_and_a_pickle_is_refused() -> None:
-    program = compiled("tp")
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled("tp"))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         optimizer = torch.optim.AdamW(module.parameters())
         backward(module)
         other, its = copy.deepcopy((module, optimizer))
         assert {id(p) for g in its.param_groups for p in g["params"]} == {id(p) for p in other.parameters()}
         backward(other)
         its.step()
-        before = NET.up.weight.chunk(2)[mesh.coordinate("tp")]
+        before = NORMED.up.weight.chunk(2)[mesh.coordinate("tp")]
         assert torch.equal(module.get_parameter("up.weight"), before)
         assert not torch.equal(other.get_parameter("up.weight"), before)
         with pytest.raises(ShardcError, match="full_state_dict"):
             pickle.dumps(module)
         state = io.BytesIO()
         torch.save(module.state_dict(), state)
-
-    loopback(program.mesh, work)
 
 
 class Classes(nn.Module):
@@ -381,8 +335,8 @@ def test_backward_of_a_graph_that_is_kept_runs_again() -> None:
     reference = copy.deepcopy(model)
     (reference(**batch) * 3).backward()
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, model, mesh=mesh)
+    @on_modules(program, model)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         loss = module(**program.local(batch, mesh.rank))
         for again in (True, True, False):
             loss.backward(retain_graph=again)
@@ -393,8 +347,6 @@ def test_backward_of_a_graph_that_is_kept_runs_again() -> None:
             got = module.get_parameter(name).grad
             assert got is not None
             torch.testing.assert_close(got.as_subclass(Tensor), want, rtol=1e-12, atol=1e-12)
-
-    loopback(program.mesh, work)
 
 
 def test_a_program_is_its_own_copy_and_is_saved_not_pickled() -> None:
@@ -437,9 +389,9 @@ def test_a_whole_batch_for_a_module_is_told_how_to_cut_it() -> None:
 
     def work(mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match=r"program\.local\(batch\)"):
-            ShardedModule(program, NET, mesh=mesh)(**BATCH)
+            ShardedModule(program, NORMED, mesh=mesh)(**BATCH)
         with pytest.raises(ShardcError, match=r"program\.local\(batch\)"):
-            Engine(program, NET, mesh=mesh).step(BATCH, local=True)
+            Engine(program, NORMED, mesh=mesh).step(BATCH, local=True)
 
     loopback(program.mesh, work)
 
@@ -460,7 +412,7 @@ def test_what_is_added_to_the_loss_by_parameters_is_as_of_a_plain_model(spec: st
     """
     specs = {"dp": {"mesh": {"dp": 4}}, "zero 2": {"mesh": {"dp": 2}, "data": {"zero": 2}}}
     made = {"shardc": 1, **specs[spec]} if spec in specs else None
-    program = shardc.compile(copy.deepcopy(NET), BATCH, made) if made else compiled(spec)
+    program = shardc.compile(copy.deepcopy(NORMED), BATCH, made) if made else compiled(spec)
 
     def train(model: Any, loss: Callable[[], Tensor]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -470,19 +422,17 @@ def test_what_is_added_to_the_loss_by_parameters_is_as_of_a_plain_model(spec: st
             PENALTIES[penalty](model, loss).backward()
             optimizer.step()
 
-    reference = copy.deepcopy(NET)
+    reference = copy.deepcopy(NORMED)
     train(reference, lambda: reference(**BATCH))
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(program)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         if penalty != "two losses" and spec != "dp":
             with pytest.raises(ShardcError, match=r"weight: p\.sum\(\) would be that of the part(.|\n)*loss function"):
                 train(module, lambda: module(**module.local(BATCH)))
             return
         train(module, lambda: module(**module.local(BATCH)))
         torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()))
-
-    loopback(program.mesh, work)
 
 
 def assign(m: ShardedModule) -> None:
@@ -501,10 +451,8 @@ def double(m: ShardedModule) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("replace", [assign, put, double])
 def test_parameters_that_are_replaced_are_refused_or_used(spec: str, replace: Callable[[ShardedModule], None]) -> None:
-    program = compiled(spec)
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled(spec))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         if replace is assign:
             with pytest.raises(ShardcError, match=r"assign=True.*: the program uses its own parameters"):
                 replace(module)
@@ -517,7 +465,7 @@ def test_parameters_that_are_replaced_are_refused_or_used(spec: str, replace: Ca
             assert not copy.deepcopy(module).full_state_dict()["down.weight"].any()
             value = module(**module.local(BATCH))
             value.backward()
-            plain = copy.deepcopy(NET)
+            plain = copy.deepcopy(NORMED)
             nn.init.zeros_(plain.down.weight)
             want = plain(**BATCH)
             want.backward()
@@ -526,8 +474,6 @@ def test_parameters_that_are_replaced_are_refused_or_used(spec: str, replace: Ca
             return
         with pytest.raises(ShardcError, match="or its memory, was replaced"):
             module(**module.local(BATCH))
-
-    loopback(program.mesh, work)
 
 
 def optimizers(m: ShardedModule) -> dict[str, torch.optim.Optimizer]:
@@ -549,10 +495,9 @@ def optimizers(m: ShardedModule) -> dict[str, torch.optim.Optimizer]:
 )
 def test_an_optimizer_that_steps_parts_otherwise_is_refused(spec: str, kind: str, said: str) -> None:
     """Before it has changed anything; optimizers of other parameters are nobody's business."""
-    program = compiled(spec)
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled(spec))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         other = nn.Parameter(torch.ones(2, 2))
         others = torch.optim.Adafactor([other])
         named = {"*.bias": {"weight_decay": 0.0}}
@@ -573,8 +518,6 @@ def test_an_optimizer_that_steps_parts_otherwise_is_refused(spec: str, kind: str
                 step()
             assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
 
-    loopback(program.mesh, work)
-
 
 @pytest.mark.parametrize("right", [False, True])
 def test_an_optimizer_of_the_plain_model_is_told_from_the_modules(right: bool) -> None:
@@ -582,7 +525,7 @@ def test_an_optimizer_of_the_plain_model_is_told_from_the_modules(right: bool) -
     program = compiled("tp")
 
     def work(mesh: LoopbackMesh) -> None:
-        model = copy.deepcopy(NET)
+        model = copy.deepcopy(NORMED)
         module = ShardedModule(program, model, mesh=mesh)
         optimizer = torch.optim.Adam(model.parameters())
         own = torch.optim.SGD(module.parameters(), lr=0.1) if right else None
@@ -605,7 +548,7 @@ def test_the_same_rows_on_all_ranks_are_told_once(kind: str, capfd: pytest.Captu
     rows = BATCH["x"][:4]
 
     def work(mesh: LoopbackMesh) -> None:
-        module, engine = ShardedModule(program, NET, mesh=mesh), Engine(program, NET, mesh=mesh)
+        module, engine = ShardedModule(program, NORMED, mesh=mesh), Engine(program, NORMED, mesh=mesh)
         for i in range(5):
             part = {"same": rows + i, "own": rows + mesh.coordinate("dp"), "constant": torch.ones(4, 8)}[kind]
             module(part).backward()
@@ -619,12 +562,10 @@ def test_the_same_rows_on_all_ranks_are_told_once(kind: str, capfd: pytest.Captu
 def test_global_batches_are_not_taken_for_the_same_rows(capfd: pytest.CaptureFixture[str]) -> None:
     """Stages of a pipeline may differ in other things: that they do not says nothing about rows."""
     spec = {"shardc": 1, "mesh": {"dp": 2, "pp": 2}, "pipeline": {"axis": "pp", "schedule": "gpipe", "stages": 2}}
-    program = shardc.compile(NET, BATCH, spec, prove=False)
 
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(program, NET, mesh=mesh)
+    @on_engines(shardc.compile(NORMED, BATCH, spec, prove=False))
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         for _ in range(4):
             engine.step(BATCH)
 
-    loopback(program.mesh, work)
     assert "the same rows" not in capfd.readouterr().err

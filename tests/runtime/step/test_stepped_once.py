@@ -7,28 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
+from tests.runtime.step.small import BATCH, NET, of, on_engines
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.down(self.up(x).relu()) - x).square().mean()
-
-
-torch.manual_seed(0)
-NET = Net()
-BATCH = {"x": torch.randn(8, 8)}
-PROGRAM = shardc.compile(NET, BATCH, {"shardc": 1, "mesh": {"dp": 2}})
+PROGRAM = of({"mesh": {"dp": 2}})
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -73,13 +59,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
 def test_a_second_update_is_an_error(name: str) -> None:
     options, mistake, said = MISTAKES[name]
 
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(PROGRAM, NET, mesh=mesh, **options)
+    @on_engines(PROGRAM, NET, **options)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         engine.step(BATCH)
         with pytest.raises(ShardcError, match=said):
             mistake(engine)
-
-    loopback(PROGRAM.mesh, work)
 
 
 OWN: dict[str, Callable[[Any], Any]] = {

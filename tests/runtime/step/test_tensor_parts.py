@@ -15,13 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.checks.tensor_parts import ParameterPart, TensorPart
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-from tests.runtime.step.test_own_loop import BATCH, NET, SPECS, backward, compiled
+from tests.runtime.step.small import BATCH, NORMED, SPECS, backward, compiled, on_modules
 
 Make = Callable[[nn.Parameter], Any]
 
@@ -47,7 +46,13 @@ REFUSED: dict[str, Make] = {
     "numbers": lambda p: p.detach().numpy(),
     "a number": lambda p: p.flatten().tolist(),
     "concatenated": lambda p: torch.cat([p.flatten(), p.flatten()]),
+    "norm": lambda p: p.norm(),
+    "norm along a split dim": lambda p: p.norm(dim=0),
+    "mean": lambda p: 0.01 * p.mean(),
+    "maximum": lambda p: p.max(),
+    "quantile": lambda p: p.quantile(0.9),
 }
+#: Each rank would draw the numbers of its part, the same ones for every part.
 DRAWN: dict[str, Make] = {
     "dropout": lambda p: F.dropout(p, 0.5),
     "empty_like": lambda p: torch.empty_like(p).normal_(),
@@ -57,11 +62,16 @@ DRAWN: dict[str, Make] = {
     "orthogonal": nn.init.orthogonal_,
     "xavier": lambda p: nn.init.xavier_uniform_(p.data),
     "dirac": nn.init.eye_,
+    "normal": nn.init.normal_,
+    "uniform": nn.init.uniform_,
+    "kaiming": lambda p: nn.init.kaiming_uniform_(p) if p.ndim > 1 else p.uniform_(),
+    "truncated": nn.init.trunc_normal_,
+    "method": lambda p: p.bernoulli_(0.5),
 }
 
 
 def both(program: Any, mesh: LoopbackMesh) -> list[Any]:
-    module, engine = ShardedModule(program, NET, mesh=mesh), Engine(program, NET, mesh=mesh)
+    module, engine = ShardedModule(program, NORMED, mesh=mesh), Engine(program, NORMED, mesh=mesh)
     backward(module)
     engine.backward(BATCH)
     return [module.get_parameter("up.weight"), engine.params["up.weight"]]
@@ -145,8 +155,7 @@ def test_entries_of_a_dim_that_is_whole_are_parts() -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_what_is_the_same_for_a_part_works(spec: str) -> None:
     """An average of weights, clamping, decay by hand, noise that is cut from the whole one."""
-    program = compiled(spec)
-    reference = copy.deepcopy(NET)
+    reference = copy.deepcopy(NORMED)
 
     def train(model: Any, loss: Callable[[], Tensor]) -> list[Tensor]:
         average = [p.data.clone() for p in model.parameters()]
@@ -166,32 +175,20 @@ def test_what_is_the_same_for_a_part_works(spec: str) -> None:
         for p, q in zip(reference.parameters(), averages, strict=True):
             p.copy_(q)
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled(spec))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         averages = train(module, lambda: module(**module.local(BATCH)))
         with torch.no_grad():
             for p, q in zip(module.parameters(), averages, strict=True):
                 p.copy_(q)
         torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()))
 
-    loopback(program.mesh, work)
-
-
-def test_whole_parameters_are_plain() -> None:
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": {"dp": 2}})
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
-        assert {type(p) for p in module.parameters()} == {nn.Parameter}
-
-    loopback(program.mesh, work)
-
 
 def test_an_engines_parameters_know_it_when_they_are_asked_for() -> None:
     program = compiled("tp")
 
     def work(mesh: LoopbackMesh) -> tuple[list[float], list[float]]:
-        asked, other = (Engine(program, NET, torch.optim.AdamW, mesh=mesh) for _ in range(2))
+        asked, other = (Engine(program, NORMED, torch.optim.AdamW, mesh=mesh) for _ in range(2))
         assert {type(p) for p in other.owned.values()} == {nn.Parameter}
         assert isinstance(asked.params["up.weight"], ParameterPart)
         assert asked.params["up.weight"] is asked.owned["up_weight"]
@@ -204,17 +201,13 @@ def test_an_engines_parameters_know_it_when_they_are_asked_for() -> None:
 
 
 def test_a_parts_state_is_not_loaded_into_the_whole_model() -> None:
-    program = compiled("tp")
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled("tp"))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         held = module.state_dict()
         assert isinstance(held["up.weight"], TensorPart)
         with pytest.raises(ShardcError, match=r"up.weight: this is a rank's part of the weight(.|\n)*full_state_dict"):
-            copy.deepcopy(NET).load_state_dict(held)
+            copy.deepcopy(NORMED).load_state_dict(held)
         module.load_state_dict(held)
-
-    loopback(program.mesh, work)
 
 
 def test_copies_of_a_state_are_parts_for_a_checkpoint() -> None:
@@ -222,7 +215,7 @@ def test_copies_of_a_state_are_parts_for_a_checkpoint() -> None:
     program = compiled("tp")
 
     def work(mesh: LoopbackMesh) -> None:
-        held = {n: x.clone() for n, x in ShardedModule(program, NET, mesh=mesh).state_dict().items()}
+        held = {n: x.clone() for n, x in ShardedModule(program, NORMED, mesh=mesh).state_dict().items()}
         with pytest.raises(ShardcError, match="this rank has a part of it, which torch"):
             create_default_local_save_plan(held, is_coordinator=False)
         file = io.BytesIO()
@@ -236,12 +229,11 @@ def test_copies_of_a_state_are_parts_for_a_checkpoint() -> None:
 @pytest.mark.parametrize("spec", ["tp", "zero 3"])
 def test_an_average_of_a_plain_copy_by_zip_is_refused(spec: str) -> None:
     """torch says that sizes do not match, or, of a stretch of one row's length, nothing at all."""
-    program = compiled(spec)
     said = r"up.weight: this is a rank's part .* of \[16, 8\], with a tensor of the whole's shape\n  fix: an average"
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
-        whole, held = copy.deepcopy(NET).state_dict()["up.weight"], module.state_dict()["up.weight"]
+    @on_modules(compiled(spec))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
+        whole, held = copy.deepcopy(NORMED).state_dict()["up.weight"], module.state_dict()["up.weight"]
         with torch.no_grad():
             with pytest.raises(ShardcError, match=said):
                 whole.mul_(0.9).add_(held, alpha=0.1)
@@ -250,16 +242,10 @@ def test_an_average_of_a_plain_copy_by_zip_is_refused(spec: str) -> None:
             for a, b in zip(copy.deepcopy(module).parameters(), module.parameters(), strict=True):
                 a.mul_(0.9).add_(b, alpha=0.1)
 
-    loopback(program.mesh, work)
-
 
 def test_a_part_is_not_written_by_safetensors(tmp_path: Path) -> None:
-    program = compiled("tp")
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(compiled("tp"))
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match=r"save_file: up.weight: this rank has only a part(.|\n)*engine.export"):
             save_file(module.state_dict(), tmp_path / f"{mesh.rank}.safetensors")
         save_file(module.full_state_dict(), tmp_path / f"whole{mesh.rank}.safetensors")
-
-    loopback(program.mesh, work)

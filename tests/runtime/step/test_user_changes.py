@@ -19,26 +19,17 @@ from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
+from tests.runtime.step.small import BATCH, NORMED, NormedNet, of, on_modules
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.down(self.norm(self.up(x))) - x).square().mean()
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    made = Net()
+def net() -> NormedNet:
+    made = copy.deepcopy(NORMED)
     made.down.bias.requires_grad_(False)
     return made
 
 
 MODEL = net()
-BATCH = {"x": torch.randn(8, 8)}
+ONE = of({"mesh": {"dp": 1}}, MODEL)
 MESHES: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 2}},
     "tp": {"mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}},
@@ -126,14 +117,11 @@ def test_it_is_as_on_one_device_or_refused(change: Callable[[Any], None], what: 
 
 
 def test_a_wrapper_that_sums_again_is_refused() -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, **MESHES["dp"]}, prove=False)
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, MODEL, mesh=mesh)
+    @on_modules(shardc.compile(net(), BATCH, {"shardc": 1, **MESHES["dp"]}, prove=False), MODEL)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match="DistributedDataParallel would sum gradients that are summed already"):
             hasattr(module, "_ddp_params_and_buffers_to_ignore")
 
-    loopback(program.mesh, work)
     assert "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel.__init__)
 
 
@@ -163,39 +151,34 @@ TAKERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.filterwarnings("ignore")  # torch's of what it will drop
 @pytest.mark.parametrize("taker", TAKERS)
 def test_what_would_take_one_ranks_part_for_the_model_is_refused_in_its_own_name(taker: str) -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     take, what = TAKERS[taker]
 
     def work(mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match=what):
-            take(ShardedModule(program, MODEL, mesh=mesh))
+            take(ShardedModule(ONE, MODEL, mesh=mesh))
 
-    loopback(program.mesh, work)
+    loopback(ONE.mesh, work)
 
 
 def test_all_that_a_module_has_can_be_looked_at() -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
-    (names,) = loopback(
-        program.mesh, lambda m: [n for n, _ in inspect.getmembers(ShardedModule(program, MODEL, mesh=m))]
-    )
+    (names,) = loopback(ONE.mesh, lambda m: [n for n, _ in inspect.getmembers(ShardedModule(ONE, MODEL, mesh=m))])
     assert {"clip_grad_norm_", "compile", "up", "forward"} <= {*names}
 
 
 def test_an_engine_notices_what_was_frozen_since() -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     other = net()
     other.up.weight.requires_grad_(False)
 
     def work(mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match=r"up.weight.requires_grad: was trained when the model was compiled"):
-            Engine(program, other, mesh=mesh)
-        engine = Engine(program, net(), mesh=mesh)
+            Engine(ONE, other, mesh=mesh)
+        engine = Engine(ONE, net(), mesh=mesh)
         release_here = next(p for p in engine.params.values() if not p.requires_grad)
         release_here.requires_grad_(True)
         with pytest.raises(ShardcError, match=r"down.bias.requires_grad: was frozen when the model was compiled"):
             engine.step(BATCH)
 
-    loopback(program.mesh, work)
+    loopback(ONE.mesh, work)
 
 
 @pytest.mark.parametrize(
@@ -215,20 +198,18 @@ def test_an_engine_notices_what_was_frozen_since() -> None:
     ],
 )
 def test_options_that_would_train_otherwise_than_meant(options: dict[str, Any], what: str) -> None:
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     with pytest.raises(ShardcError, match=what):
-        loopback(program.mesh, lambda mesh: Engine(program, net(), mesh=mesh, **options))
+        loopback(ONE.mesh, lambda mesh: Engine(ONE, net(), mesh=mesh, **options))
 
 
 def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
     """It can be saved, and the run goes on from there."""
-    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
 
     def work(mesh: LoopbackMesh) -> None:
         def scheduler(optimizer: Any) -> Any:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 1.0, 1.0][step])
 
-        engine = Engine(program, net(), scheduler=scheduler, mesh=mesh)
+        engine = Engine(ONE, net(), scheduler=scheduler, mesh=mesh)
         engine.step(BATCH)
         engine.step(BATCH)
         with pytest.raises(IndexError):
@@ -236,7 +217,7 @@ def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
         assert engine.consistent
         assert engine.step_count == 3
 
-    loopback(program.mesh, work)
+    loopback(ONE.mesh, work)
 
 
 @pytest.mark.parametrize("mesh", ["tp", "zero 3"])
@@ -285,10 +266,9 @@ def test_parts_that_were_in_eval_mode_stay_so(tmp_path: Path) -> None:
     assert shardc.load(tmp_path / "out").still == program.still
     plain = frozen()
     losses = [plain(**BATCH).item()] * 2
-    models = iter([frozen(), frozen()])  # ranks are threads, and the seed is the process's
 
-    def work(mesh: LoopbackMesh) -> None:
-        module: Any = ShardedModule(program, next(models), mesh=mesh)
+    @on_modules(program, frozen())
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         found = [module(**module.local(BATCH)).item()]
         module.train()
         with pytest.raises(ShardcError, match=r"in training mode now(.|\n)*module.enc.eval\(\) after module.train"):
@@ -309,8 +289,6 @@ def test_parts_that_were_in_eval_mode_stay_so(tmp_path: Path) -> None:
         module.drop.eval()
         with pytest.raises(ShardcError, match=r"head: this submodule is in eval mode and the module in training mode"):
             module(**module.local(BATCH))
-
-    loopback(program.mesh, work)
 
 
 def test_an_engine_is_not_given_a_model_with_another_part_frozen() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.runtime.step import engine_optimizer
 from tests import equality
 
 
@@ -60,16 +59,6 @@ def test_groups_are_those_of_one_device(make: Callable[[Any], Any], spec: dict[s
     alone, program = (one.compile({"shardc": 1, **s}) for s in ({"mesh": {"dp": 1}}, spec))
     want, found = (shardc.simulate(p, one.model, one.batch, steps=3, optimizer=make) for p in (alone, program))
     torch.testing.assert_close(found.state, want.state, rtol=1e-12, atol=1e-14)
-
-
-def test_without_it_they_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = equality.reference(net)
-    program = one.compile({"shardc": 1, **TP})
-    found = []
-    for _ in range(2):
-        found.append(shardc.simulate(program, one.model, one.batch, steps=3, optimizer=by_fan_in).state["down.weight"])
-        monkeypatch.setattr(engine_optimizer, "groups_of_whole", lambda *_: None)
-    assert not torch.allclose(*found)
 
 
 def test_a_function_that_wants_numbers_gets_a_ranks_own() -> None:

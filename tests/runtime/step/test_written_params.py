@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.down(self.up(x).relu()) - x).square().mean()
-
-
-torch.manual_seed(0)
-NET = Net()
-BATCH = {"x": torch.randn(8, 8)}
+from tests.runtime.step.small import BATCH, NET, TP, of, on_engines, on_modules
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -39,7 +25,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("spec", [{"mesh": {"dp": 2}}, {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}])
 def test_a_write_by_hand_is_that_of_one_device(zero: int, spec: dict[str, Any]) -> None:
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **spec, "data": {"axis": "dp", "zero": zero}})
+    program = of({**spec, "data": {"axis": "dp", "zero": zero}})
     plain = copy.deepcopy(NET)
     optimizer = sgd(plain.parameters())
     losses = []
@@ -98,10 +84,8 @@ def test_only_a_write_is_gathered_once_more(precision: dict[str, Any]) -> None:
 
 
 def test_a_write_on_one_rank_only_is_an_error_on_all() -> None:
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 2}})
-
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(program, NET, sgd, mesh=mesh)
+    @on_engines(of({"mesh": {"dp": 2}, "data": {"zero": 2}}), NET, sgd)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         if mesh.rank:
             with torch.no_grad():
                 next(iter(engine.params.values())).mul_(2.0)
@@ -111,69 +95,12 @@ def test_a_write_on_one_rank_only_is_an_error_on_all() -> None:
         ):
             engine.step(BATCH)
 
-    loopback(program.mesh, work)
-
-
-TP = {"mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}}
-DRAWN: dict[str, Callable[[nn.Parameter], Any]] = {
-    "normal": nn.init.normal_,
-    "uniform": nn.init.uniform_,
-    "kaiming": lambda p: nn.init.kaiming_uniform_(p) if p.ndim > 1 else p.uniform_(),
-    "truncated": nn.init.trunc_normal_,
-    "method": lambda p: p.bernoulli_(0.5),
-}
-
-
-@pytest.mark.parametrize("draw", DRAWN)
-@pytest.mark.parametrize("spec", [TP, {"mesh": {"dp": 2}, "data": {"zero": 2}}])
-def test_random_numbers_for_a_part_are_refused(spec: dict[str, Any], draw: str) -> None:
-    """Each rank would draw the numbers of its part, the same ones for every part."""
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **spec})
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
-        engine = Engine(program, NET, mesh=mesh)
-        for p in (module.get_parameter("up.weight"), engine.params["up.weight"]):
-            with (
-                torch.no_grad(),
-                pytest.raises(ShardcError, match=r"up.weight: .* would draw only for this rank's part"),
-            ):
-                DRAWN[draw](p)
-
-    loopback(program.mesh, work)
-
-
-REDUCED: dict[str, Callable[[nn.Parameter], Any]] = {
-    "norm": lambda p: p.norm(),
-    "norm along a split dim": lambda p: p.norm(dim=0),
-    "mean": lambda p: 0.01 * p.mean(),
-    "maximum": lambda p: p.max(),
-    "quantile": lambda p: p.quantile(0.9),
-}
-
-
-@pytest.mark.parametrize("reduce", REDUCED)
-@pytest.mark.parametrize("spec", [TP, {"mesh": {"dp": 2}, "data": {"zero": 1}}])
-def test_a_norm_of_a_part_is_refused(spec: dict[str, Any], reduce: str) -> None:
-    """A penalty of it would have the gradient of this rank's part."""
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **spec})
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
-        engine = Engine(program, NET, mesh=mesh)
-        for p in (module.get_parameter("up.weight"), engine.params["up.weight"]):
-            with pytest.raises(ShardcError, match=r"up.weight: p\.\w+\(\) would be that of the part"):
-                REDUCED[reduce](p)
-
-    loopback(program.mesh, work)
-
 
 def test_what_a_part_knows_of_itself() -> None:
     """What is along whole dims, and parameters that every rank has whole."""
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **TP})
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(of(TP), NET)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         up, bias = module.get_parameter("up.weight"), module.get_parameter("down.bias")
         plain = up.as_subclass(torch.Tensor)
         assert torch.equal(up.norm(dim=1), plain.norm(dim=1))
@@ -182,14 +109,12 @@ def test_what_a_part_knows_of_itself() -> None:
         assert torch.equal(bias.norm(), bias.detach().norm())
         assert "Parameter" in repr(up)
 
-    loopback(program.mesh, work)
-
 
 def test_an_engine_has_parameters_by_the_models_names() -> None:
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **TP})
+    program = of(TP)
 
-    def work(mesh: LoopbackMesh) -> None:
-        engine = Engine(program, NET, mesh=mesh)
+    @on_engines(program, NET)
+    def _(engine: Engine, mesh: LoopbackMesh) -> None:
         assert list(engine.params) == [p.fqn for p in program.params]
         assert engine.params["up.weight"] is engine.params["up_weight"]
         assert "up_weight" in engine.params
@@ -197,8 +122,8 @@ def test_an_engine_has_parameters_by_the_models_names() -> None:
         assert engine.params.get("nothing") is None
         with pytest.raises(KeyError):
             engine.params["nothing"]
-
-    loopback(program.mesh, work)
+        with pytest.raises(ShardcError, match="an engine's parameters cannot be replaced"):
+            engine.params["up.bias"] = nn.Parameter(torch.zeros(8))
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["torch's", "transformers'"])
@@ -208,10 +133,9 @@ def test_what_is_no_draw_and_what_is_whole_is_written_as_ever(guarded: bool, req
         guard = pytest.importorskip("transformers.initialization").guard_torch_init_functions()
         guard.__enter__()
         request.addfinalizer(lambda: guard.__exit__(None, None, None))
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **TP})
 
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
+    @on_modules(of(TP), NET)
+    def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         up, bias = module.get_parameter("up.weight"), module.get_parameter("down.bias")
         nn.init.zeros_(up)
         nn.init.constant_(up, 2.0)
@@ -228,5 +152,3 @@ def test_what_is_no_draw_and_what_is_whole_is_written_as_ever(guarded: bool, req
         average = copy.deepcopy(module)
         with pytest.raises(ShardcError, match="would draw"):
             nn.init.normal_(average.get_parameter("up.weight"))
-
-    loopback(program.mesh, work)

@@ -4,7 +4,6 @@ else.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.zero.optimizer_check import ParamSharding, multiplies, needs_whole
 from tests.runtime.offload.test_offload import Normalised
-from tests.runtime.zero.test_edges import WHOLE, Two, X
+from tests.runtime.zero import test_edges
+from tests.runtime.zero.test_edges import WHOLE, Two, X, alone
 
 torch.set_num_threads(1)
 
@@ -42,25 +42,7 @@ class Unused(Two):
 
 
 def trained(model: nn.Module, spec: dict[str, Any], make: Any) -> list[dict[str, Tensor]]:
-    p = shardc.compile(model, X, {"shardc": 1, **spec})
-
-    def work(mesh: Any) -> dict[str, Tensor]:
-        engine = p.engine(model, make, mesh=mesh)
-        for _ in range(3):
-            engine.step(X)
-        return engine.full_state_dict()
-
-    return loopback(p.mesh, work)
-
-
-def alone(model: nn.Module, make: Any) -> dict[str, Tensor]:
-    plain = copy.deepcopy(model)
-    optimizer = make(plain.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        plain(X).backward()
-        optimizer.step()
-    return {n: x.detach() for n, x in plain.state_dict().items()}
+    return test_edges.trained(shardc.compile(model, X, {"shardc": 1, **spec}), model, make)
 
 
 class Lookahead(torch.optim.Optimizer):

@@ -223,22 +223,6 @@ def test_recomputation(zero: int, keep: bool) -> None:
     train(p, "adamw")
 
 
-@pytest.mark.parametrize("fused", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
-def test_variants_of_an_optimizer(fused: dict[str, bool]) -> None:
-    """One kernel for all parameters, also for those of which a rank has nothing."""
-    p = program({"dp": 4}, 2)
-
-    def work(mesh: LoopbackMesh, **how: bool) -> State:
-        engine = p.engine(model(), lambda ps: torch.optim.AdamW(ps, lr=1e-2, **how), mesh=mesh)
-        for step in range(2):
-            engine.step(batch(step))
-        return engine.full_state_dict()
-
-    plain, other = loopback(p.mesh, work)[0], loopback(p.mesh, functools.partial(work, **fused))[0]
-    for name, x in plain.items():
-        torch.testing.assert_close(other[name], x, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_loop_of_ones_own(zero: int) -> None:
     """`program.module`: the optimizer works on stretches; weights that were updated, or loaded, are what the next
