@@ -334,7 +334,8 @@ class OneMicrobatch:
     def _add_number(self, node: fx.Node) -> None:
         """Add a number to a sum in the first microbatch only."""
         x, number, value = node.args[0], node.args[1], node.meta["value"]
-        full_op, name, scalar = torch.ops.aten.full.default, f"{node.name}_number", replace(value, shape=())
+        full_op, name = torch.ops.aten.full.default, f"{node.name}_number"
+        scalar = replace(value, shape=(), requires_grad=False)
         full = self._add_before(node, full_op, ([], number), name, scalar, dtype=value.dtype)
         node.args = (x, self._once(node, full), *node.args[2:])
         self.summands.add(node)

@@ -1,6 +1,6 @@
 """Capture an unmodified model and one global batch as the global graph, a `Program` on no mesh.
 
-    batch_leaves.py, loss.py   a module that takes the batch's tensors and returns the loss and named values
+    batch.py, loss.py   a module that takes the batch's tensors and returns the loss and named values
     export.py           torch.export of it, non-strict, on fake tensors; regions and in-place writes removed
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
@@ -11,13 +11,11 @@ terms why a capture failed.
 
 The model is captured in the mode it is in: put it in train mode first. It may be on the meta device; it is not changed.
 
-forward_arguments       which argument of the model's forward each part of the batch is
 constants               values that are known while a model is traced
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
 masked_rows             rows selected by a mask, in a fixed size; expert_loops turns loops over experts into one op
-equal_layers            equal layers are traced once; layer_copies: the others are copied in the graph
+equal_layers            equal layers are traced once; the others are copied in the graph
 rewrite                 rewrites of the exported graph
-foreign_parameters      parameters outside of the model that the loss uses
 side_effects            what forward depends on and must not change
 """
 
@@ -30,16 +28,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects
-from shardc.capture.batch_leaves import Leaves, with_plain_dicts
+from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects, transformers
+from shardc.capture.batch import Leaves, keys_of_loss, with_plain_dicts
+from shardc.capture.equal_layers import UnlikeError
 from shardc.capture.export import export
-from shardc.capture.forward_arguments import keys_of_loss
-from shardc.capture.layer_copies import UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, check_loss, values_of_batch
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.rows import DrawnError, add_reason
-from shardc.capture.rewrite import attention_sinks, flex_attention
+from shardc.capture.rewrite import flex_attention
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.graph import placeholders, source_of
@@ -129,7 +126,7 @@ def capture(
         )
     seconds, evaluates = round(time.perf_counter() - started, 3), program.evaluates
     if prove and not generates:
-        sinks = attention_sinks.as_one_more_key(written_out=False)
+        sinks = transformers.as_one_more_key(written_out=False)
         with side_effects.unchanged(model), flex_attention.in_eager(), sinks:
             proof = compare_eager.prove(
                 program, model, batch, lambda b: _eager(model, Leaves(b), loss, forward), changes.set, branches=branches

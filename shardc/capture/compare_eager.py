@@ -163,14 +163,9 @@ def prove(
             if changed:
                 torch.manual_seed(0)
                 second, _, values = interpret(program, params, after, inputs)
-                grads_of_second = _grads(second, trained)
-                zeros = {n: torch.zeros_like(trained[n]) for n in grads_again.keys() ^ grads_of_second.keys()}
-                either = sorted(grads_again.keys() | grads_of_second.keys())
-                _same_again(
-                    (*again, *((zeros | grads_again)[n] for n in either)),
-                    (second, *values.values(), *((zeros | grads_of_second)[n] for n in either)),
-                    changed,
-                )
+                second_grads = _grads(second, trained)
+                pairs = list(zip(again, (second, *values.values()), strict=True))
+                _same_again([*pairs, *((grads_again.get(n), second_grads.get(n)) for n in trained)], changed)
     errors = Errors()
     if want is not None:
         _compare(errors, "the loss", "", want, got)
@@ -323,16 +318,18 @@ def _all_close(plain: Sequence[Tensor], ours: Sequence[Tensor], tighter: float =
     return not errors.found
 
 
-def _same_again(eager: Sequence[Any], program: Sequence[Any], changed: Mapping[str, Source]) -> None:
-    """Raise ShardcError if the model's second call differs from the program's second step.
+def _same_again(pairs: Sequence[tuple[Any, Any]], changed: Mapping[str, Source]) -> None:
+    """Raise ShardcError if results of the model's second call differ from those of the program's second step.
 
-    The second call finds what the first left in buffers and attributes, the program only the buffers.
+    The second call finds what the first left in buffers and attributes, the program only the buffers. pairs: the loss
+    first; None: no loss, or a gradient of zeros.
     """
-    again, result = Errors(), "result" if eager[0] is None else "loss"
-    floor = 1e-3 * max((_largest(x) for x in eager if x is not None), default=0.0)
-    for want, got in zip(eager, program, strict=True):
-        if want is not None:
-            _compare(again, "the result", "", want, got, floor)
+    again, result = Errors(), "result" if pairs[0][0] is None else "loss"
+    floor = 1e-3 * max((_largest(x) for x, _ in pairs if x is not None), default=0.0)
+    for want, got in pairs:
+        if want is not None or got is not None:
+            zeros = torch.zeros_like(got if want is None else want)
+            _compare(again, "", "", zeros if want is None else want, zeros if got is None else got, floor)
     if again.found:
         place = next((place for place in changed.values() if place.line), Source())
         names = ", ".join(map(repr, changed))

@@ -6,7 +6,7 @@
 
 The model's own loop runs over all layers, so what it does between them, and passes to each, is traced. A layer
 represents another one only if Python could not distinguish them while it was traced (`folded`), and if the graph
-shows that nothing bypassed the arguments and results (layer_copies). Else the whole model is traced.
+shows that nothing bypassed the arguments and results (`unfold`). Else the whole model is traced.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.constants import FRESH
-from shardc.capture.layer_copies import EQUAL_LAYER
+from shardc.capture.rewrite import replace_results
+from shardc.capture.rewrite.inline_regions import unchanged
+from shardc.capture.rewrite.inner_autograd import GRADIENT
 from shardc.capture.side_effects import Changes, identity
+from shardc.ir.graph import placeholders
 from shardc.torch_private import (
     FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
     call_modes,
     fake_device,
     module_calls,
@@ -38,6 +45,15 @@ from shardc.torch_private import (
     unseen,
 )
 
+torch.library.define(
+    "shardc::equal_layer",
+    "(int call, Tensor[] own, Tensor[] first, Tensor[] like) -> Tensor[]",
+    tags=torch.Tag.flexible_layout,  # else the tracer fixes the strides of every operand
+)
+
+#: (number of the call, inputs of the layer, inputs of the first layer, results of that one). The third is
+#: empty except in the first call that copies that layer.
+EQUAL_LAYER = torch.ops.shardc.equal_layer.default
 #: Types that are compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 #: Attributes of every module: tensors and modules are compared one by one, hooks must not exist.
@@ -73,27 +89,17 @@ def _attributes(m: nn.Module) -> dict[str, Any]:
     return attributes
 
 
-def _alike(a: _Layer, b: _Layer) -> bool:
-    """Return whether two layers have the same structure: at most values of their attributes differ."""
-    if len(a.modules) != len(b.modules):
-        return False
-    twins = {id(x): y for x, y in zip(a.modules, b.modules, strict=True)}
-    for x, y in zip(a.modules, b.modules, strict=True):
-        one, other = _attributes(x), _attributes(y)
-        if type(x) is not type(y) or one.keys() != other.keys() or one["training"] != other["training"]:
-            return False
-        if any(list(one[table]) != list(other[table]) for table in ("_parameters", "_buffers", "_modules")):
-            return False
-        children = zip(one["_modules"].values(), other["_modules"].values(), strict=True)
-        if any(twins.get(id(m)) is not n for m, n in children if m is not None):
-            return False
-        tensors = ((one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table])
-        if any(_type(x) != _type(y) for x, y in tensors):
-            return False
-        if one["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
-            return False
-    ties, others = (_places(x.tensors(), x.tensors()) for x in (a, b))
-    return ties == others
+def _structure(layer: _Layer) -> Any:
+    """Return a key that is equal for layers that differ at most in values of their attributes."""
+    number = {id(m): i for i, m in enumerate(layer.modules)}
+    modules = []
+    for m in layer.modules:
+        own = _attributes(m)
+        tensors = [(name, _type(x)) for table in ("_parameters", "_buffers") for name, x in own[table].items()]
+        children = [(name, number.get(id(x))) for name, x in own["_modules"].items()]
+        unsaved = own["_non_persistent_buffers_set"]
+        modules.append((type(m), frozenset(own), own["training"], tuple(tensors), tuple(children), frozenset(unsaved)))
+    return tuple(modules), tuple(_places(layer.tensors(), layer.tensors()))
 
 
 def _type(x: Tensor | None) -> tuple[Any, ...]:
@@ -165,7 +171,7 @@ class _First:
 
 
 class Folding:
-    """What was folded during a trace. callers: modules in progress; calls: see layer_copies.unfold."""
+    """What was folded during a trace. callers: modules in progress; calls: see `unfold`."""
 
     def __init__(
         self, callers: Sequence[nn.Module], reads: Reads, changes: Changes, effects: Callable[[str], object]
@@ -346,16 +352,132 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
     """Yield the layers that have at least one of the same structure in their list: children with numbers as names."""
     seen: set[int] = set()
     for path, parent in model.named_modules():
-        kinds: list[list[_Layer]] = []
+        kinds: dict[Any, list[_Layer]] = {}
         for number, module in parent.named_children():
-            if not number.isdigit() or id(module) in seen:
-                continue
-            seen.add(id(module))
-            layer = _Layer(module, f"{path}.{number}".lstrip("."), list(module.modules()))
-            kind = next((k for k in kinds if _alike(k[0], layer)), None)
-            if kind is None:
-                kinds.append([layer])
-            else:
+            if number.isdigit() and id(module) not in seen:
+                seen.add(id(module))
+                layer = _Layer(module, f"{path}.{number}".lstrip("."), list(module.modules()))
+                kinds.setdefault(_structure(layer), []).append(layer)
+        for kind in kinds.values():
+            for layer in kind[1:]:
                 layer.firsts = kind[0].firsts
-                kind.append(layer)
-        yield from (layer for kind in kinds if len(kind) > 1 for layer in kind)
+        yield from (layer for kind in kinds.values() if len(kind) > 1 for layer in kind)
+
+
+# --- in the exported graph --------------------------------------------------------------------------------------------
+
+
+class UnlikeError(Exception):
+    """Layers that seemed equal are not: the whole model is traced."""
+
+
+@dataclass
+class _Traced:
+    """A layer that was traced. nodes: its ops.
+
+    operands, results: its input and output tensors; weights: its parameters and buffers, by the end of their names.
+    """
+
+    nodes: list[fx.Node]
+    operands: list[fx.Node]
+    results: list[fx.Node]
+    weights: dict[str, fx.Node]
+
+
+def unfold(model: nn.Module, exported: ExportedProgram, calls: Sequence[tuple[str, str]], cut: set[fx.Node]) -> None:
+    """Write the copies into a graph. Raises UnlikeError if a layer bypassed its arguments or results.
+
+    calls: (name of a layer that was traced, name of an equal one), by the number of the `equal_layer`; cut: the nodes
+    that were computed without gradients, to which their copies are added.
+    """
+    if not calls:
+        return
+    graph, nodes, specs = exported.graph, placeholders(exported.graph), exported.graph_signature.input_specs
+    by_name = {str(s.target).removeprefix("model."): nodes[s.arg.name] for s in specs}
+    tensors = {
+        name: x for named in (model.named_parameters, model.named_buffers) for name, x in named(remove_duplicate=False)
+    }
+    by_tensor: dict[int, fx.Node] = {}
+    for name, node in ((n, by_name[n]) for n in tensors if n in by_name):  # one of two names has two placeholders
+        if (same := by_tensor.setdefault(id(tensors[name]), node)) is not node:
+            node.replace_all_uses_with(same)
+    stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
+    constants = {nodes[s.arg.name] for s in specs if s.kind == InputKind.CONSTANT_TENSOR}  # all copies share them
+    if any(n.target is GRADIENT for n in graph.nodes):
+        raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
+    firsts: dict[str, _Traced] = {}
+    for call in graph.find_nodes(op="call_function", target=EQUAL_LAYER):  # in the order of the graph
+        number, inputs, others, like = call.args
+        name, layer = calls[number]
+        if name not in firsts:
+            firsts[name] = _traced(graph, name, others, like, stored, constants)
+        first = firsts[name]
+        env = {x: x for x in constants} | {n: stored[layer + end] for end, n in first.weights.items()}
+        for x, y in zip(first.operands, inputs, strict=True):
+            if env.setdefault(x, y) is not y:
+                raise UnlikeError("one operand of a layer is two of another")
+        renamed = _renamer(f"model.{name}", f"model.{layer}")
+        with graph.inserting_before(call):
+            for n in first.nodes:
+                env[n] = graph.node_copy(n, env.__getitem__)
+                stack = n.meta["nn_module_stack"]
+                env[n].meta["nn_module_stack"] = {renamed(k): (renamed(v[0]), *v[1:]) for k, v in stack.items()}
+                if n in cut:
+                    cut.add(env[n])
+        replace_results(call, [env[n] for n in first.results])
+
+
+def _traced(
+    graph: fx.Graph,
+    name: str,
+    operands: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    stored: Mapping[str, fx.Node],
+    constants: set[fx.Node],
+) -> _Traced:
+    inside = dict.fromkeys(_segment(graph, name))
+    taken = [_same_tensor(x, lambda n: n not in inside) for x in operands]
+    outputs = [_same_tensor(x, inside.__contains__) for x in results]
+    weights = {k.removeprefix(name): n for k, n in stored.items() if k.startswith(f"{name}.")}
+    if set(taken) & set(weights.values()):
+        raise UnlikeError("a layer gets one of its own weights as an argument")
+    known = {*taken, *constants, *weights.values()}
+    for n in inside:
+        leaves = any(u not in inside and (u.target is not EQUAL_LAYER or n in u.args[1]) for u in n.users)  # type: ignore[operator]
+        if n.op != "call_function" or isinstance(n.target, HigherOrderOperator) or (leaves and n not in outputs):
+            raise UnlikeError("a layer returns more than its results")
+        if any(x not in inside and x not in known for x in n.all_input_nodes):
+            raise UnlikeError("a layer takes more than its arguments and weights")
+    return _Traced(list(inside), taken, outputs, weights)
+
+
+def _segment(graph: fx.Graph, path: str) -> list[fx.Node]:
+    """Return the nodes that a layer added."""
+    full = f"model.{path}"
+    return [n for n in graph.nodes if any(v[0] == full for v in (n.meta.get("nn_module_stack") or {}).values())]
+
+
+def _same_tensor(node: fx.Node, fits: Callable[[fx.Node], bool]) -> fx.Node:
+    """Return the earlier node of a tensor that `fits`.
+
+    An op that returns its operand, such as `x.to(dtype)` of the same dtype, or that writes into it, makes a new node.
+    """
+    before: Any = node
+    while not fits(before):
+        writes = isinstance(before.target, OpOverload) and before.target._schema.is_mutable
+        before = before.args[0] if writes else unchanged(before) if before.op == "call_function" else None
+        if before is None:
+            raise UnlikeError("operands or results of a layer are none in the graph")
+    result: fx.Node = before
+    return result
+
+
+def _renamer(first: str, layer: str) -> Callable[[str], str]:
+    """Return a function that maps a module's name in one layer to its name in another."""
+
+    @functools.cache
+    def renamed(text: str) -> str:
+        within = text == first or text.startswith(f"{first}.")
+        return layer + text.removeprefix(first) if within else text
+
+    return renamed

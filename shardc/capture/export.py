@@ -16,23 +16,20 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardc.capture import equal_layers, layer_copies, patches, refusals, side_effects, transformers
+from shardc.capture import equal_layers, patches, refusals, side_effects, transformers
 from shardc.capture.attribute_reads import Reads
-from shardc.capture.batch_leaves import Leaves
+from shardc.capture.batch import Leaves, arguments, check_call
 from shardc.capture.constants import FRESH
 from shardc.capture.data_dependent_values import ValueReads, drop_checks, known_values
-from shardc.capture.foreign_parameters import ForeignParameters
-from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.loss import Forward, Loss, LossOf, values_of_batch
 from shardc.capture.rewrite import (
-    attention_sinks,
     flex_attention,
     functional_twins,
     inline_regions,
     inner_autograd,
     inplace_ops,
 )
-from shardc.capture.side_effects import Changes
+from shardc.capture.side_effects import Changes, ForeignParameters
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import is_call, placeholders, producer_of
@@ -87,11 +84,10 @@ def export(
         warnings.catch_warnings(),
         transformers.lean_transformers(model),
         transformers.as_one_op(),
-        attention_sinks.as_one_more_key(written_out=True),
+        transformers.as_one_more_key(written_out=True),
         patches.export_patches(wrapper.side),
         flex_attention.as_ops(),
         known_values(model, sizes=fold is None, rows=rows) as reads,
-        patches.traceable(),
         patches.faked(wrapper) as mode,
         replaced_engine(inner_autograd.recorded),
         traced_with(source.trace_of_call),
@@ -120,7 +116,7 @@ def export(
         cut = inline_regions.inline_regions(gm)
         drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
-        layer_copies.unfold(model, exported, folding.calls if folding else (), cut)
+        equal_layers.unfold(model, exported, folding.calls if folding else (), cut)
         if not transformed:
             _check(gm.graph, leaves.named(reads.inputs))
         signature = exported.graph_signature
@@ -138,6 +134,7 @@ def export(
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
         updated = None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
         if updated is None:  # traced again, in ops below in-place ops and torch.func's transforms
+            inplace_ops.detach_written(gm.graph, cut)
             gm.recompile()
             exported = functionalized(exported)
             _check(exported.graph_module.graph, leaves.named(reads.inputs))

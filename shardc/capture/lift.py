@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
-from shardc.capture.batch_leaves import Leaves
+from shardc.capture.batch import Leaves
 from shardc.capture.constants import contents
 from shardc.capture.export import Exported
 from shardc.errors import ShardcError

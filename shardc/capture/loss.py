@@ -13,8 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from shardc.capture.batch_leaves import Leaves
-from shardc.capture.forward_arguments import arguments
+from shardc.capture.batch import Leaves, arguments
 from shardc.capture.rewrite.autograd_function import SideTerm, with_side_terms
 from shardc.errors import ShardcError
 from shardc.ir.outputs import OtherForward

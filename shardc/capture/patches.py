@@ -133,7 +133,8 @@ def _name_with_line(name: str, hooks: list[Callable[..., Any]]) -> str:
 def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
     """Patch torch for export inside the block. side: receives loss terms that only have a gradient.
 
-    Custom autograd Functions keep their backward (autograd_function.py), checkpoints run plainly, tensor hooks raise.
+    Custom autograd Functions keep their backward (autograd_function.py), checkpoints run plainly, tensor hooks raise,
+    `x.data` is `x.detach()`, and fake tensors can be formatted.
     """
     original: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # a class method, of Python or of C
 
@@ -212,8 +213,12 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         # do
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(mock.patch.object(torch, "manual_seed", seed))
-        stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", hook))
-        stack.enter_context(mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", hook))
+        stack.enter_context(mock.patch.object(Tensor, "register_hook", hook))
+        stack.enter_context(mock.patch.object(Tensor, "register_post_accumulate_grad_hook", hook))
+        stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
+        stack.enter_context(mock.patch.object(Tensor, "__format__", _format))
+        stack.enter_context(mock.patch.object(Tensor, "random_", _random))
+        stack.enter_context(mock.patch.object(Tensor, "to", _to))
         yield
 
 
@@ -266,17 +271,6 @@ def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
 _DATA = Tensor.data
 _FORMAT: Any = Tensor.__format__
 _RANDOM, _TO = Tensor.random_, Tensor.to
-
-
-@contextmanager
-def traceable() -> Iterator[None]:
-    """Patch Tensor methods inside the block: `x.data` is `x.detach()`, and fake tensors can be formatted."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
-        stack.enter_context(mock.patch.object(Tensor, "__format__", _format))
-        stack.enter_context(mock.patch.object(Tensor, "random_", _random))
-        stack.enter_context(mock.patch.object(Tensor, "to", _to))
-        yield
 
 
 def _by_user(x: Tensor) -> bool:

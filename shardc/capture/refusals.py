@@ -31,7 +31,7 @@ MASKED_MEAN = (
 
 @dataclass(frozen=True)
 class Cause:
-    """One row. It fits if all of its regexes do.
+    """One row. It fits if all of its regexes do, or one of `raised` and `op` if it has both.
 
     raised: on "TypeName: message" of any exception in the chain, or DATA. op: on the name of an op in the graph.
     code: on the model's line. loop: on the headers of the loops around it.
@@ -46,8 +46,10 @@ class Cause:
     loop: str = ""
 
     def fits(self, raised: str, op: str, code: str, loop: str = "") -> bool:
-        pairs = ((self.raised, raised), (self.op, op), (self.code, code), (self.loop, loop))
-        return all(re.search(pattern, text) is not None for pattern, text in pairs if pattern)
+        def matches(*pairs: tuple[str, str]) -> list[bool]:
+            return [re.search(pattern, text) is not None for pattern, text in pairs if pattern]
+
+        return any(matches((self.raised, raised), (self.op, op))) and all(matches((self.code, code), (self.loop, loop)))
 
 
 DEPENDS = "depends on a tensor's value"
@@ -94,6 +96,7 @@ PACKED = "packed sequences have a size that depends on the lengths' values"
 PADDED = "feed the padded sequences and leave padding out of the loss; pick each row's last step with gather"
 #: Ops that draw by rejection.
 REJECTION = r"_standard_gamma|_sample_dirichlet"
+_CHOSEN = r"nonzero|item|^where$|^index$|masked_select"
 REFUSALS = (
     # --- transformers
     Cause(
@@ -109,9 +112,8 @@ REFUSALS = (
         code=r"module_dropout",
     ),
     *(
-        Cause(f"the loop over experts {DEPENDS}", EXPERTS, **{kind: pattern, place: "expert"})
+        Cause(f"the loop over experts {DEPENDS}", EXPERTS, DATA, _CHOSEN, **{place: "expert"})
         for place in ("code", "loop")
-        for kind, pattern in (("raised", DATA), ("op", r"nonzero|item|^where$|^index$|masked_select"))
     ),
     Cause(*ATTENTION, raised=r"(?i)flash.?attn|flash.?attention|`kernels` is"),
     Cause(*ATTENTION, raised=r"must be callable", code=r"flash_kwargs"),  # transformers 5.17
@@ -166,10 +168,7 @@ REFUSALS = (
         raised=DATA,
         code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
     ),
-    *(
-        Cause(INDEXED, COLUMNS, **{kind: pattern}, code=r"\[\s*(:|\.\.\.)\s*,.*(mask|[<>]|[!=]=)")
-        for kind, pattern in (("raised", DATA), ("op", r"^index$"))
-    ),
+    Cause(INDEXED, COLUMNS, raised=DATA, op=r"^index$", code=r"\[\s*(:|\.\.\.)\s*,.*(mask|[<>]|[!=]=)"),
     Cause(
         INDEXED,
         MASKED_MEAN,
@@ -189,8 +188,8 @@ REFUSALS = (
         raised=DATA,
         code=r"\[[^\]]*:|\b(split|view|reshape|expand|narrow|zeros|ones|full|empty|rand|randn|arange)\(",
     ),
-    Cause(NUMBER, KEEP, raised=DATA),
-    Cause(NUMBER, KEEP, raised=r"unhashable type: non-nested SymInt"),  # a set of such numbers
+    # the second: a set of such numbers
+    Cause(NUMBER, KEEP, raised=rf"{DATA}|unhashable type: non-nested SymInt", op=r"^item$|_local_scalar_dense"),
     Cause(*COPIED, raised=r"Cannot access data pointer|support the deepcopy protocol", code=r"\bdeepcopy\("),
     Cause(
         "elements of a tensor are read outside of torch's ops (a tuple of tensors as an index, an extension): the"
@@ -199,7 +198,6 @@ REFUSALS = (
         " (torch.library.custom_op)",
         raised=r"data is not allocated yet|Cannot access data pointer",
     ),
-    Cause(NUMBER, KEEP, op=r"^item$|_local_scalar_dense"),
     Cause(
         PACKED,
         PADDED,
@@ -230,14 +228,14 @@ REFUSALS = (
         "write it with batched ops",
         op=r"^transform ",
     ),
-    Cause(*OBJECT, op=r"^object$"),
+    # the second: torch 2.11
+    Cause(*OBJECT, op=r"^object$", raised=r"argument of type: <class 'torch\._C\.Generator'>"),
     Cause(
         "forward uses vmap on values that tracing cannot see",
         "write it with batched ops: torch.einsum, broadcasting",
         op=r"^fake$",
         code=r"\bvmap\(",
     ),
-    Cause(*OBJECT, raised=r"argument of type: <class 'torch\._C\.Generator'>"),  # torch 2.11
     Cause(
         INSIDE,
         AUTOGRAD,

@@ -2,6 +2,7 @@
 
 np.random.rand(), random.random()   refused: every step would use the numbers that were drawn while tracing
 self.count += 1; y * self.count     every step would see the first value: undone, and refused or noted where it shows
+loss * temperature                  a parameter that is not the model's: a constant, noted
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
@@ -212,3 +215,54 @@ def refuse_random(place: Source, function: str) -> ShardcError:
         where=place.line,
         fix=fix,
     )
+
+
+# --- parameters that are not the model's ------------------------------------------------------------------------------
+
+
+class ForeignParameters(TorchFunctionMode):
+    """A mode for tracing that finds parameters which are not the model's: real ones, as the model's own are fake.
+
+    A program has them (a temperature of the loss) as constants, and nothing trains them: a note says so. The model's
+    own, if forward holds them outside of their module (a function's closure), are refused: they would stay untrained.
+    own: the names of the model's real parameters, by id. found: id -> the tensor, so that no other one gets its id, and
+    the first line that uses it where gradients count.
+    """
+
+    def __init__(self, own: Mapping[int, str]) -> None:
+        super().__init__()
+        self.own = own
+        self.found: dict[int, tuple[Tensor, str]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled() and getattr(func, "__name__", "") not in ("__get__", "__set__", "detach"):
+            for x in (*args, *kwargs.values()):
+                if type(x) in (nn.Parameter, Tensor) and x.requires_grad and x.is_leaf:
+                    if (name := self.own.get(id(x))) is not None:
+                        raise source.of_call().error(
+                            f"forward reads the parameter {name!r} from an object other than its module, such as a"
+                            " closure: a program would use its first value and not train it",
+                            "read it from the module at each use: self.weight in the function, not weight ="
+                            " self.weight before it",
+                        )
+                    self.found.setdefault(id(x), (x, source.of_call().line))
+        return func(*args, **kwargs)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return one note for each line, with the number of parameters."""
+        lines: dict[str, list[Tensor]] = {}
+        for x, line in self.found.values():
+            lines.setdefault(line, []).append(x)
+        return tuple(
+            f"{line}: {_describe(every)} not a parameter of the compiled model: the program keeps it as a constant and "
+            "does not train it. To train it, make it a part of the model; else call requires_grad_(False)"
+            for line, every in lines.items()
+        )
+
+
+def _describe(every: list[Tensor]) -> str:
+    shapes = ", ".join(str(list(x.shape)) for x in every[:3]) + (", ..." if len(every) > 3 else "")
+    if len(every) == 1:
+        return f"a tensor of shape {shapes} requires a gradient and is"
+    return f"{len(every)} tensors of shapes {shapes} require gradients, and each is"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardc
 from shardc.capture import capture
-from shardc.capture.rewrite.attention_sinks import with_one_more_key
+from shardc.capture.transformers import with_one_more_key
 from shardc.ir.graph import calls, values_of
 from shardc.ir.program import Program
 from tests import equality, zoo

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.artifact import emit
-from shardc.capture import capture, equal_layers, layer_copies
+from shardc.capture import capture, equal_layers
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from tests import zoo
@@ -47,13 +47,13 @@ X = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 def counted() -> Iterator[list[int]]:
     """How many layers were copied, at every try; the last of several is 0."""
     found: list[int] = []
-    unfold = layer_copies.unfold
+    unfold = equal_layers.unfold
 
     def count(model: nn.Module, exported: Any, calls: Any, cut: Any) -> None:
         unfold(model, exported, calls, cut)
         found.append(len(calls))
 
-    with mock.patch.object(layer_copies, "unfold", count):
+    with mock.patch.object(equal_layers, "unfold", count):
         yield found
 
 

@@ -53,13 +53,12 @@ def caller() -> FrameType:
 class Body:
     """Code that runs only where all parts of a condition are `wanted`.
 
-    harmless: whether its form shows that nothing changes elsewhere. some: the value of a condition like
-    `len(rows) > 0` where there are rows. lines: the statements; names: that they bind, and that are used elsewhere.
+    some: the value of a condition like `len(rows) > 0` where there are rows. lines: the statements, none if the form of
+    the condition and its code shows that nothing changes elsewhere; names: that they bind, and that are used elsewhere.
     fits: whether everything in them can be checked.
     """
 
     wanted: bool
-    harmless: bool = False
     some: bool | None = None
     lines: range = range(0)
     names: frozenset[str] = frozenset()
@@ -170,7 +169,7 @@ def harmless() -> bool | None:
     """Return the truth value with which the condition at the caller's line changes nothing, or None."""
     frame = caller()
     body = bodies(frame.f_code, loop=False).get(frame.f_lineno)
-    return body.wanted if body is not None and body.harmless else None
+    return body.wanted if body is not None and not body.lines else None
 
 
 @lru_cache(maxsize=256)
@@ -193,10 +192,10 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
                 statements = _after_branch(tree, node) if skips else node.body
                 truths, some = needed(node.test, not skips) if statements else truths, _some(node.test)
         if len(truths) == 1:
-            body = Body(truths.pop(), harmless=not statements)
+            body = Body(truths.pop())
             if statements:
                 inside = range(statements[0].lineno + shift, (statements[-1].end_lineno or 0) + shift + 1)
-                body = Body(body.wanted, False, some, inside, *_effects(tree, statements, node))
+                body = Body(body.wanted, some, inside, *_effects(tree, statements, node))
             by_line |= dict.fromkeys(range(span.lineno + shift, (span.end_lineno or span.lineno) + shift + 1), body)
     return by_line
 

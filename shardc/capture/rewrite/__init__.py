@@ -2,8 +2,8 @@
 
 autograd_function       custom autograd Functions keep their backward; inner_autograd: derivatives within forward
 inline_regions          `with torch.no_grad()` in a graph, and the casts of autocast
-inplace_ops             in-place ops become their functional_twins; view_writes: those that write through views
-flex_attention          FlexAttention as ops; attention_sinks: scores of each head beside those of keys
+inplace_ops             in-place ops become their functional_twins, also those that write through views
+flex_attention          FlexAttention as ops
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Replace in-place ops of an exported graph by their functional twins (functional_twins.py).
 
-Only tensors that nothing else shares are replaced; writes through views are put back into base tensors
-(view_writes.py).
+Only tensors that nothing else shares are replaced; writes through views are put back into their base tensors:
+
+    before    v = slice(x, 1, 0, 4);  copy_(v, y);                     use(x), use(v)
+    after     v' = y;                 x' = slice_scatter(x, v', 1, 0, 4);  use(x'), use(v')
 
 `torch.export` leaves in-place ops as they are. `ExportedProgram.run_decompositions` would remove them, but it traces
 everything a second time, which costs as much as the export, and drops no-grad regions *silently*, which changes
@@ -11,16 +13,18 @@ gradients. Capture falls back on it only if it is uncertain which tensors share 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.capture.rewrite import call_like, view_writes
+from shardc.capture.rewrite import call_like
 from shardc.capture.rewrite.functional_twins import (
     functional,
     is_inplace,
     is_view,
+    mutates,
     new_statistics,
     updates_statistics,
     with_zeros,
@@ -28,6 +32,7 @@ from shardc.capture.rewrite.functional_twins import (
 )
 from shardc.errors import ShardcError
 from shardc.ir import source, types
+from shardc.passes.canonical.rewrite import Args
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -41,13 +46,24 @@ def remove_inplace(
     Returns {buffer: its new value}; None (and an unchanged graph) if a changed tensor has living views, or is `out=`.
     Raises ShardcError for a parameter that is written to, and for activations changed behind autograd's back.
     """
+
+    def flows(x: fx.Node) -> bool:
+        """Return whether a gradient flows through a value, in a graph without the in-place ops before it."""
+        todo, seen = [x], set[fx.Node]()
+        while todo:
+            if (node := todo.pop()) in params:
+                return True
+            if node not in seen and node not in cut and not types.cuts(node.target):
+                seen.add(node)
+                todo += node.all_input_nodes
+        return False
+
     order = {node: i for i, node in enumerate(graph.nodes)}
     root, family = families(graph)
     inplace = [node for node in graph.nodes if is_inplace(node)]
-    grads = _with_gradient(graph, params, cut) if inplace else set()
     shared: set[fx.Node] = set()  # writes that are visible elsewhere: through views, or to tensors with views
     for node in inplace:
-        if any(a.is_out for a in node.target._schema.arguments):
+        if _is_out(node):
             return None
         if not isinstance(node.args[0], fx.Node):  # a list: torch._foreach_add_
             raise without_twin(node)
@@ -55,7 +71,7 @@ def remove_inplace(
             if (name := params.get(root[x])) is not None:
                 raise writes_to_parameter(name, node)
             if (
-                ((node in cut and root[x] not in cut) or _detached(x, grads))
+                ((node in cut and root[x] not in cut) or _detached(x, flows))
                 and root[x] not in buffers
                 and root[x].op != "placeholder"
             ):
@@ -66,9 +82,7 @@ def remove_inplace(
                     fix="compute a new tensor instead",
                 )
             alone = _only_one_lives(x, node, family[root[x]], order)
-            if not alone and (
-                updates_statistics(node) or not view_writes.can_write(x, node, family[root[x]], order, _aliased)
-            ):
+            if not alone and (updates_statistics(node) or not _can_write(x, node, family[root[x]], order)):
                 return None
             if not alone:
                 shared.add(node)
@@ -86,14 +100,14 @@ def remove_inplace(
             base = root.get(changes[0], changes[0])
             whole = node not in shared or changes[0].meta["val"].numel() == base.meta["val"].numel()
             if node not in cut and not updates_statistics(node):
-                values = [with_zeros(node, values[0], lambda n: _flows(n, params, cut), whole=whole)]
+                values = [with_zeros(node, values[0], flows, whole=whole)]
             *new, result = values if len(values) > 1 else [values[0], values[0]]
             stored.update(() if is_view(node) else values)
             changed = dict(zip(changes, new, strict=True))
             if node in shared:
                 part = call_like(new[0], aten.detach.default, new[0]) if node in cut else new[0]
                 stored.add(part)
-                base, value, result = view_writes.write(changes[0], part, node, order, aliased)
+                base, value, result = _write(changes[0], part, node, order, aliased)
                 changed = {base: value}
         if node in cut:
             cut.update(values, changed.values())
@@ -107,6 +121,19 @@ def remove_inplace(
         node.replace_all_uses_with(result)
         graph.erase_node(node)
     return {buffers[p]: node for p, node in latest.items()}
+
+
+def detach_written(graph: fx.Graph, cut: set[fx.Node]) -> None:
+    """Detach, in place, what is written without gradients: a second trace does not see that."""
+    for node in graph.nodes:
+        if node in cut and is_inplace(node) and not _is_out(node):
+            with graph.inserting_before(node):
+                for x in set(node.all_input_nodes) - set(written(node)):
+                    node.replace_input_with(x, call_like(x, aten.detach.default, x))
+
+
+def _is_out(node: fx.Node) -> bool:
+    return any(a.is_out for a in node.target._schema.arguments)  # type: ignore[union-attr]
 
 
 def writes_to_parameter(name: str, node: fx.Node) -> ShardcError:
@@ -141,35 +168,12 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _with_gradient(graph: fx.Graph, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> set[fx.Node]:
-    """Return the values through which a gradient flows to a parameter."""
-    smooth: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node in params or (
-            node not in cut and node.target is not aten.detach.default and not smooth.isdisjoint(node.all_input_nodes)
-        ):
-            smooth.add(node)
-    return smooth
-
-
-def _flows(x: fx.Node, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> bool:
-    """Return whether a gradient flows through a value, in a graph without the in-place ops before it."""
-    todo, seen = [x], set[fx.Node]()
-    while todo:
-        if (node := todo.pop()) in params:
-            return True
-        if node not in seen and node not in cut and not types.cuts(node.target):
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return False
-
-
-def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
+def _detached(x: fx.Node, flows: Callable[[fx.Node], bool]) -> bool:
     """Return whether a value without a gradient shares memory with a used one that has a gradient."""
     node: fx.Node | None = x
     while node is not None:
         before = _aliased(node)
-        if node.target is aten.detach.default and before in grads and len(node.args[0].users) > 1:  # type: ignore[union-attr]
+        if node.target is aten.detach.default and before is not None and len(before.users) > 1 and flows(before):
             return True
         node = before
     return False
@@ -199,3 +203,139 @@ def _only_one_lives(x: fx.Node, write: fx.Node, family: Sequence[fx.Node], order
     if _aliased(base) is not None and any(read_later(n) or n.op == "placeholder" for n in others):
         return False
     return not any(read_later(n) for n in others if order[n] < order[write])
+
+
+# --- writes through views ---------------------------------------------------------------------------------------------
+
+Aliased = Callable[[fx.Node], fx.Node | None]
+#: Views of a part -> the op that puts the part back: (whole, part, *the view's other arguments).
+_PARTS: dict[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+#: Views of the whole in the same order: put back by their shape.
+_SAME_ORDER = {
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten.squeeze.dims,
+    aten.detach.default,
+    aten.flatten.using_ints,
+    aten.alias.default,
+    aten.unflatten.int,
+}
+
+
+def _can_write(x: fx.Node, writer: fx.Node, family: list[fx.Node], order: Mapping[fx.Node, int]) -> bool:
+    """Return whether a write to the view `x` can be put back into its base and all later-read views."""
+    node: fx.Node | None = x
+    while node is not None and (parent := _aliased(node)) is not None:
+        if not mutates(node) and node.target not in {*_PARTS, *_SAME_ORDER} and _transposed(node) is None:
+            return False
+        node = parent
+    return all(
+        _certain(n) for n in family if order[n] < order[writer] and any(order[u] > order[writer] for u in n.users)
+    )
+
+
+def _write(
+    x: fx.Node, new: fx.Node, writer: fx.Node, order: dict[fx.Node, int], aliased: Aliased
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Put `new`, the value of the view `x` from `writer` on, into its base tensor, at the insertion point.
+
+    Later reads of the tensor or its views get the new value. Returns the tensor, its new value, and the view of that.
+    """
+
+    def call(target: Any, *args: Any, **options: Any) -> fx.Node:
+        added = call_like(writer, target, *args, **options)
+        order[added] = order[writer]
+        return added
+
+    root, value = x, new
+    while (whole := aliased(root)) is not None:
+        root, value = whole, _replaced(root, whole, value, call)
+    fresh = {root: value}
+
+    def renewed(view: fx.Node) -> fx.Node:
+        """Return the same view of the new value, in which later writes through other views must show."""
+        if view not in fresh:
+            parent = aliased(view)
+            assert parent is not None
+            options: dict[str, Any] = dict(view.kwargs)
+            fresh[view] = call_like(view, view.target, renewed(parent), *view.args[1:], **options)
+            order[fresh[view]] = order[writer]
+        return fresh[view]
+
+    for view in list(_family(root, aliased)):
+        later = [u for u in view.users if order.get(u, -1) > order[writer]]
+        if order[view] < order[writer] and later:
+            for user in later:
+                user.replace_input_with(view, renewed(view))
+    seen = renewed(x) if writer.users else new
+    order.setdefault(value, order[writer])
+    return root, value, seen
+
+
+def _family(root: fx.Node, aliased: Aliased) -> Iterator[fx.Node]:
+    """Yield a tensor and all its views, in the order in which they are made."""
+    yield root
+    for user in list(root.users):
+        if aliased(user) is root:
+            yield from _family(user, aliased)
+
+
+def _replaced(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
+    """Return the whole with a part of it replaced. call: adds a call."""
+    val = whole.meta["val"]
+    if view.target in _PARTS and val.is_complex():
+        return _replaced_complex(view, whole, part, call)
+    if view.target in _PARTS:
+        return call(_PARTS[view.target], whole, part, *view.args[1:], **view.kwargs, val=val)
+    if (order := _transposed(view)) is not None:
+        return call(aten.permute.default, part, [order.index(d) for d in range(len(order))], val=val)
+    return call(aten.reshape.default, part, list(val.shape), val=val)
+
+
+def _replaced_complex(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
+    """Put back complex parts as pairs of reals: torch cannot differentiate those ops on complex numbers."""
+    val = whole.meta["val"]
+    assert isinstance(view.target, OpOverload)
+    _, *arguments = Args(view.target, view.args, view.kwargs).named.items()
+    rest = [x % val.dim() if name.startswith("dim") else x for name, x in arguments]
+
+    def paired(x: fx.Node) -> fx.Node:
+        plain = call(aten.resolve_conj.default, x, val=x.meta["val"].resolve_conj())
+        return call(aten.view_as_real.default, plain, val=torch.view_as_real(plain.meta["val"]))
+
+    real, pairs = paired(whole), paired(part)
+    if view.target is aten.diagonal.default:  # a diagonal is the last dim of its view
+        pairs = call(aten.transpose.int, pairs, -2, -1, val=pairs.meta["val"].transpose(-2, -1))
+    put = call(_PARTS[view.target], real, pairs, *rest, val=real.meta["val"])
+    return call(aten.view_as_complex.default, put, val=val)
+
+
+def _transposed(view: fx.Node) -> list[int] | None:
+    """Return the order in which a transposing view has its dims; None for other views."""
+    n = view.meta["val"].dim() if isinstance(view.meta.get("val"), torch.Tensor) else 0
+    order = list(range(n))
+    if view.target is aten.permute.default:
+        return [int(d) % n for d in view.args[1]]  # type: ignore[union-attr, arg-type]
+    if view.target in (aten.t.default, aten.transpose.int, aten.numpy_T.default, aten.mT.default):
+        a, b = view.args[1:3] if view.target is aten.transpose.int else (0, 1) if n == 2 else (None, None)
+        if a is None or b is None:
+            return order if n < 2 else None
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        return order
+    return None
+
+
+def _certain(node: fx.Node) -> bool:
+    """Return whether it is certain what a node shares memory with. (`reshape` and `contiguous` may copy.)"""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return node.op == "placeholder"
+    return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags and node.target not in (
+        aten.reshape.default,
+        aten.contiguous.default,
+    )

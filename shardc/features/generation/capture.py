@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.capture.batch_leaves import Leaves
+from shardc.capture.batch import Leaves
 from shardc.capture.loss import ValuesOf, tensors_in
 from shardc.errors import ShardcError
 from shardc.features.generation.cache import Now, checked_states, join_cache, new_cache, split_cache

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors
-from shardc.torch_private import OpOverload
+from shardc.torch_private import OpOverload, pytree
 from shardc.verify.static.same_values import frozen
 
 aten = torch.ops.aten
