@@ -1,9 +1,8 @@
 """Start one process a rank on this machine, and end them together.
 
-torchrun's agent restarts and rendezvouses across nodes, but it shows every rank's traceback, and when one rank dies the
-others' "connection closed by peer" come with it. Here only the error of the rank that failed first is shown. Other
-output of ranks to their standard errors appears as it comes. Under torchrun or Slurm `shardc run` joins that world
-instead (see `in_world`).
+Standard errors of ranks appear as they are written. A rank that ends because of another's failure has the exit status
+GAVE_UP, so that the one that failed first is named. Under torchrun or Slurm `shardc run` joins that world instead (see
+`in_world`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardc.errors import ShardcError
@@ -33,13 +32,12 @@ _FOLDER = "SHARDC_REPORTS"
 #: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
 POLL = 0.05  # seconds between looks at the ranks
-_LAST = 5  # lines at the end of an error that name its kind; notes come after it
 # seconds for ranks to fail because another one did; then, for ranks to end after SIGTERM
 GRACE = 1.0
 #: Exit status of a rank that ended because another one failed, or does not answer.
 GAVE_UP = 75
-#: Errors of a rank whose peer has gone.
-PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+#: The file in a run's folder with the errors of the rank that failed first, for --json.
+ERRORS = "errors.json"
 #: Remedies where memory does not suffice.
 LESS_MEMORY = (
     "more microbatches (`batch:`), `checkpoint:`, `data: {zero: 3}`, or a larger tp; `shardc inspect --memory` and"
@@ -117,26 +115,18 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def file_of(rank: int, kind: str) -> Path | None:
-    """Return the file in which a rank leaves a record for `launch`; None if that has not started this process.
-
-    kind: "doing" is what the rank is doing; "failure" is written by `report_failure`.
-    """
+def file_of(rank: int) -> Path | None:
+    """Return the file in which a rank records for `launch` what it is doing; None if `launch` has not started it."""
     folder = os.environ.get(_FOLDER)
-    return Path(folder) / f"rank{rank}.{kind}" if folder and Path(folder).is_dir() else None
+    return Path(folder) / f"rank{rank}.doing" if folder and Path(folder).is_dir() else None
 
 
-def report_failure(text: str, errors: Sequence[Mapping[str, str]]) -> bool:
-    """Report why this rank fails to `launch`, which prints it if this rank failed first. Returns whether it can.
-
-    text: for people. errors: as ShardcError.to_json has them.
-    """
-    file = file_of(int(os.environ.get("RANK", "0")), "failure")
-    if file is not None:
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps({"text": text, "errors": errors}))
-        new.rename(file)  # whole, also if this rank is killed meanwhile
-    return file is not None
+def record_errors(folder: Path, errors: Sequence[Mapping[str, str]]) -> None:
+    """Write the errors of a rank into the folder of its run, as ShardcError.to_json has them; the first rank's stay."""
+    new = folder / f"errors-{os.getpid()}"
+    new.write_text(json.dumps(errors))  # whole, also if this rank is killed meanwhile
+    with contextlib.suppress(FileExistsError):
+        os.link(new, folder / ERRORS)
 
 
 class _Live:
@@ -186,17 +176,16 @@ def launch(
     *,
     folder: Path | None = None,
     stdout: int | None = None,
-    failed_first: Callable[[list[dict[str, str]]], None] = lambda _: None,
     patience: float = GRACE,
 ) -> int:
     """Run `command` once for every rank of a mesh, with torch.distributed's environment.
 
     Returns 0, 2 if a rank found the input wrong, 1 if it failed. Rank 0 writes to this terminal; stdout: to this file
     descriptor. Standard errors of all ranks are shown as they are written. If a rank fails, all end within seconds, and
-    the error of the rank that failed first is shown (`report_failure`), with its rank, coordinates, and what it was
-    doing; failed_first is called with its errors. folder: for temporary files. Ctrl-C, SIGTERM and SIGHUP (the terminal
-    closes; not under nohup) go to all ranks, which have `patience` seconds to save and leave; a second one ends them at
-    once. Then the signal's exit status (130, 143) is returned.
+    a line names the rank that failed first, its coordinates, and what it was doing. folder: of the run, for temporary
+    files and `record_errors`. Ctrl-C, SIGTERM and SIGHUP (the terminal closes; not under nohup) go to all ranks, which
+    have `patience` seconds to save and leave; a second one ends them at once. Then the signal's exit status (130, 143)
+    is returned.
     """
     world = str(mesh.world)
     env = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
@@ -235,15 +224,14 @@ def launch(
                     )
                     ranks.append(p)
             culprit = _watch(ranks, live)
-            if culprit is None and not (failed := [r for r, p in enumerate(ranks) if p.poll()]):
+            if culprit is None and not any(p.poll() for p in ranks):
                 return 0
-            if culprit is None:
-                culprit = _first_failed(ranks, lambda r: _failure(reports, r)[0] or _text(logs[r]), failed)
-            code, (text, errors) = ranks[culprit].returncode, _failure(reports, culprit)
-            killed = {"where": f"rank {culprit}", "what": "the process was killed", "fix": ""}
-            failed_first(errors or [killed])
+            culprit = _first_failed(ranks) if culprit is None else culprit
             live.show(rest=True)
-            _report(culprit, code, mesh, text, _text(Path(reports) / f"rank{culprit}.doing").rstrip("\0"))
+            doing, code = Path(reports) / f"rank{culprit}.doing", ranks[culprit].returncode
+            _report(culprit, code, mesh, doing.read_text(errors="replace").rstrip("\0") if doing.exists() else "")
+            killed = {"where": f"rank {culprit}", "what": "the process was killed", "fix": ""}
+            record_errors(folder or Path(reports), [killed])
             return 2 if code == 2 else 1
         except _Interrupt as e:
             with contextlib.suppress(_Interrupt):
@@ -276,39 +264,16 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live) -> int | None:
     return None
 
 
-def _first_failed(ranks: list[subprocess.Popen[bytes]], words_of: Callable[[int], str], failed: list[int]) -> int:
-    """Return the rank that failed first: its error is shown. words_of: returns the last words of a rank.
-
-    Ranks killed by a signal have no words, but come before ranks that lost their peer. (Under torchrun and Slurm:
-    shardc.cli.same_error_once; as an exception on other ranks: mesh.failed_rank.)
-    """
-    killed = [r for r in failed if ranks[r].returncode < 0]
-    if killed:
-        return killed[0]
-    deadline = time.monotonic() + GRACE
-    while time.monotonic() < deadline and len(failed) < len(ranks):
+def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> int:
+    """Return the rank that failed first. Ranks that gave up because of it may end before it does."""
+    failed, deadline = list[int](), time.monotonic() + GRACE
+    while True:
+        failed += [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
+        killed = [r for r in failed if ranks[r].returncode < 0]
+        culprits = killed or [r for r in failed if ranks[r].returncode != GAVE_UP]
+        if culprits or time.monotonic() > deadline:
+            return (culprits or failed)[0]
         time.sleep(POLL)
-        late = [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
-        killed = [r for r in late if ranks[r].returncode < 0]
-        if killed and all(_lost_peer(words_of(r)) for r in failed):
-            return killed[0]
-        failed = [*failed, *late]
-    culprits = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(words_of(r))]
-    return (culprits or failed)[0]
-
-
-def _lost_peer(text: str) -> bool:
-    """Return whether a rank's last words show that its peer went away."""
-    last = "".join(text.strip().lower().splitlines()[-_LAST:])
-    return any(sign in last for sign in (*PEER_GONE, "connection refused"))
-
-
-def _failure(folder: str, rank: int) -> tuple[str, list[dict[str, str]]]:
-    """Return (text, errors) of a rank's `report_failure`; ("", []) if there is none."""
-    if not (written := _text(Path(folder) / f"rank{rank}.failure")):
-        return "", []
-    report = json.loads(written)
-    return report["text"], report["errors"]
 
 
 def process_state(pid: int) -> tuple[str, int]:
@@ -319,8 +284,8 @@ def process_state(pid: int) -> tuple[str, int]:
     return "", 0
 
 
-def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> None:
-    """Print how a rank failed. code: its exit status; None: it is stopped. words: its last ones."""
+def _report(rank: int, code: int | None, mesh: Mesh, doing: str) -> None:
+    """Print how a rank failed. code: its exit status; None: it is stopped."""
     how, fix = f"failed with exit status {code}", ""
     if code is None:
         how, fix = f"was stopped (SIGSTOP) for {STOPPED:.0f} s", "let all ranks run, or stop all of them together"
@@ -329,19 +294,10 @@ def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> 
         fix = "native code of an op or an extension crashed; see its last output"
         if code == -signal.SIGKILL:
             fix = f"if no one did, memory ran out (`dmesg` says so): {LESS_MEMORY}"
-    lines = [f"the process {how}"]
-    if code == GAVE_UP:
-        lines = ["all ranks were ended"]  # the rank's last words name the rank it waited for
-    elif code == 2:
-        lines = []  # wrong input is the user's error: its message is enough
-    elif mesh.names:
-        lines = [f"{mesh.named(rank)} {how}{f' {doing}' if doing else ''}; all ranks were ended"]
-    sys.stdout.flush()
-    print("\n".join([*lines, *[f"  fix: {fix}"] * bool(fix), words]), file=sys.stderr, end="", flush=True)
-
-
-def _text(file: Path) -> str:
-    return file.read_text(errors="replace") if file.exists() else ""
+    if code == 2:
+        return  # wrong input is the user's error, and its message is enough
+    line = f"{mesh.named(rank)} {how}{f' {doing}' if doing else ''}; " if code != GAVE_UP else ""
+    print(f"{line}all ranks were ended", *[f"  fix: {fix}"] * bool(fix), sep="\n", file=sys.stderr, flush=True)
 
 
 def _signal(ranks: list[subprocess.Popen[bytes]], number: int, patience: float) -> None:

@@ -19,7 +19,7 @@ class Activity:
 
     doing: "step 5", during which ranks may wait for each other; outside of it the last one. action: of a pipeline's
     schedule, "at 1F1 of the schedule: stage 1, microbatch 1". collective: the last one that began, "all_reduce 'h.0'
-    over tp". count: of all collectives. noted: functions that are called with the text whenever it changes.
+    over tp". count: of all collectives. note: called with the text whenever it changes.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Activity:
         self.inside, self.count = False, 0
         self._failed = ""  # where the rank failed; shown until it goes on
         self._last: tuple[str, tuple[str, ...], str] | None = None
-        self.noted: list[Callable[[str], None]] = []
+        self.note: Callable[[str], None] = lambda _: None
 
     @contextmanager
     def during(self, doing: str) -> Iterator[bool]:
@@ -74,8 +74,7 @@ class Activity:
         return f"in {self.doing}, {place}" if place else f"in {self.doing}"
 
     def _write(self) -> None:
-        for note in self.noted:
-            note(str(self) if self.inside else self._failed or str(self))
+        self.note(str(self) if self.inside else self._failed or str(self))
 
 
 _waiting: list[None] = []

@@ -235,21 +235,11 @@ def texts(mesh: Any, text: str) -> list[str]:
     own_kind = int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)
     answers = mesh.sum_on_host([n if r == mesh.rank else 0 for n in own_kind for r in range(world)])
     kinds = list(zip(answers[:world], answers[world:], strict=True))
-    first: dict[tuple[int, int], int] = {}
-    for r, kind in enumerate(kinds):
-        first.setdefault(kind, r)
-    words = {kind: -(-kind[1] // 7) for kind in first}
-    sent: list[int] = []
-    for kind, r in first.items():
-        payload = data if r == mesh.rank else b""
-        sent += [int.from_bytes(payload[7 * i : 7 * i + 7], "big") for i in range(words[kind])]
-    came, texts, start = mesh.sum_on_host(sent) if sent else [], dict[tuple[int, int], str](), 0
-    for kind in first:
-        length, numbers = kind[1], came[start : start + words[kind]]
-        lengths = [7] * (len(numbers) - 1) + [length - 7 * (len(numbers) - 1)]
-        texts[kind] = b"".join(n.to_bytes(k, "big") for n, k in zip(numbers, lengths, strict=False)).decode()
-        start += words[kind]
-    return [texts[kind] for kind in kinds]
+    sent = (data if kinds.index(kind) == mesh.rank else bytes(kind[1]) for kind in dict.fromkeys(kinds))
+    came, by_kind = bytes(mesh.sum_on_host([*b"".join(sent)])), dict[tuple[int, int], str]()
+    for kind in dict.fromkeys(kinds):
+        by_kind[kind], came = came[: kind[1]].decode(), came[kind[1] :]
+    return [by_kind[kind] for kind in kinds]
 
 
 def failures(mesh: Any, problem: str | None) -> tuple[list[int], str]:
@@ -290,16 +280,5 @@ def _odd_ranks(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mes
             split += ranks if not split else []  # the first such group is enough
         else:
             odd += [r for r in ranks if values[r] != usual]
-    if odd:
-        return f"{'differs' if len(odd) == 1 else 'differ'} on {_named(sorted(odd), mesh)}"
-    return f"differs between {_named(sorted(split), mesh)}"
-
-
-def _named(ranks: Sequence[int], mesh: Mesh | None) -> str:
-    places = {r: mesh.coords(r) if mesh is not None else {} for r in ranks[:SHOWN]}
-    names = [
-        f"rank {r} ({', '.join(f'{a}={c}' for a, c in at.items())})" if at else f"rank {r}" for r, at in places.items()
-    ]
-    if len(ranks) > SHOWN:
-        return f"{', '.join(names)} and {len(ranks) - SHOWN} more"
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    names = (mesh or Mesh(())).named(*sorted(odd or split), shown=SHOWN)
+    return f"{'differ' if len(odd) > 1 else 'differs'} {'on' if odd else 'between'} {names}"

@@ -20,6 +20,10 @@ from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.step_context import StepContext
 from shardc.runtime.mesh.waits import Waits
 
+Axes = tuple[str, ...]
+#: Numbers of rows for and from each rank; empty: equally many.
+Rows = tuple[list[int], list[int]]
+
 
 class Work:
     """A collective in progress; `wait` returns when its tensor is ready.
@@ -107,20 +111,18 @@ class RankMesh(ABC):
         """Start this context's collectives after `work` and after earlier computation. Needs `streams`."""
         raise NotImplementedError
 
-    def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
+    def _note(self, kind: str, axes: Axes, nbytes: int, direction: str, tag: str) -> None:
         self.activity.begin(kind, axes, tag)
         if self.recording:
             direction = "recompute" if self.step.in_backward and direction == "forward" else direction
             self.records.append(CommRecord(kind, axes, nbytes, direction, tag))
 
-    def _blocking(
-        self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str
-    ) -> AbstractContextManager[None]:
+    def _blocking(self, kind: str, axes: Axes, nbytes: int, direction: str, tag: str) -> AbstractContextManager[None]:
         """Record a collective that the rank waits for from its start, and measure it in this context."""
         self._note(kind, axes, nbytes, direction, tag)
         return self.waits.during(kind, axes, nbytes, whole=True)
 
-    def _background(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
+    def _background(self, work: Work, kind: str, axes: Axes, nbytes: int) -> Work:
         """Prepare a collective that has begun so that its later wait is measured. kind: as recorded, or "receive"."""
         recorded = "send_recv" if kind == "receive" else kind
         work.waiting = partial(self.waits.during, recorded, axes, nbytes, whole=False)
@@ -129,7 +131,7 @@ class RankMesh(ABC):
     # --- called by programs
 
     def all_reduce(
-        self, x: Tensor, axes: tuple[str, ...], *, op: str = "sum", direction: str = "forward", tag: str = ""
+        self, x: Tensor, axes: Axes, *, op: str = "sum", direction: str = "forward", tag: str = ""
     ) -> Tensor:
         """Return the sum (or max) over the ranks of `axes`, as a new tensor."""
         if self.members(axes) == 1:
@@ -139,9 +141,7 @@ class RankMesh(ABC):
             self._all_reduce(total, axes, op, tag, False).wait()
         return total
 
-    def start_all_reduce(
-        self, flat: Tensor, axes: tuple[str, ...], *, direction: str = "backward", tag: str = ""
-    ) -> Work:
+    def start_all_reduce(self, flat: Tensor, axes: Axes, *, direction: str = "backward", tag: str = "") -> Work:
         """Sum in place over the ranks of `axes`, in the background. flat: contiguous."""
         if self.members(axes) == 1:
             return Work()
@@ -201,7 +201,7 @@ class RankMesh(ABC):
         x: Tensor,
         sent: Sequence[int],
         received: Sequence[int],
-        axes: tuple[str, ...],
+        axes: Axes,
         *,
         direction: str = "forward",
         tag: str = "",
@@ -214,7 +214,7 @@ class RankMesh(ABC):
             return x
         with self._blocking("all_to_all", axes, x.nbytes, direction, tag):
             into = x.new_empty((sum(received) if received else len(x), *x.shape[1:]))
-            self._all_to_all(x.detach().contiguous(), into, list(sent), list(received), axes, tag, False).wait()
+            self._all_to_all(x.detach().contiguous(), into, (list(sent), list(received)), axes, tag, False).wait()
         return into
 
     def start_all_to_all_rows(
@@ -223,7 +223,7 @@ class RankMesh(ABC):
         into: Tensor,
         sent: Sequence[int],
         received: Sequence[int],
-        axes: tuple[str, ...],
+        axes: Axes,
         *,
         direction: str = "forward",
         tag: str = "",
@@ -233,7 +233,7 @@ class RankMesh(ABC):
             into.copy_(x)
             return Work()
         self._note("all_to_all", axes, x.nbytes, direction, tag)
-        work = self._all_to_all(x, into, list(sent), list(received), axes, tag, True)
+        work = self._all_to_all(x, into, (list(sent), list(received)), axes, tag, True)
         return self._background(work, "all_to_all", axes, x.nbytes)
 
     def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
@@ -291,7 +291,7 @@ class RankMesh(ABC):
     def _sum_on_host(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work: ...
+    def _all_reduce(self, flat: Tensor, axes: Axes, op: str, tag: str, background: bool) -> Work: ...
 
     @abstractmethod
     def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work: ...
@@ -300,17 +300,8 @@ class RankMesh(ABC):
     def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work: ...
 
     @abstractmethod
-    def _all_to_all(
-        self,
-        x: Tensor,
-        into: Tensor,
-        sent: list[int],
-        received: list[int],
-        axes: tuple[str, ...],
-        tag: str,
-        background: bool,
-    ) -> Work:
-        """Exchange rows. sent, received: numbers of rows for and from each rank; empty: equally many."""
+    def _all_to_all(self, x: Tensor, into: Tensor, rows: Rows, axes: Axes, tag: str, background: bool) -> Work:
+        """Exchange rows."""
 
     @abstractmethod
     def _send(self, x: Tensor, axis: str, to: int, tag: str) -> Work: ...

@@ -20,13 +20,19 @@ from typing import Any
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import PEER_GONE
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
 
 #: Seconds for all ranks to report an error that all have; seconds for a disconnected rank to find the cause.
 OWN, CAUSE = 3.0, 10.0
-_GONE = (*PEER_GONE, "nccl error")
+_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",
+    "connection refused",
+    "nccl error",
+)
 _LATE = ("timed out waiting", "watchdog caught collective operation timeout")
 
 
@@ -40,7 +46,7 @@ class Failures:
     processes: of the ranks. A killed rank reports nothing; the ranks of its machine report for it.
     """
 
-    def __init__(self, store: Any, rank: int, layout: Mesh, processes: Processes | None) -> None:
+    def __init__(self, store: Any, rank: int, layout: Mesh, processes: Processes) -> None:
         self._store, self._rank, self._layout, self._world, self.number = store, rank, layout, layout.world, 0
         self._processes = processes
 
@@ -56,29 +62,11 @@ class Failures:
 
     def of_another(self, error: Exception, doing: str, activity: Activity) -> RankFailedError:
         """Build the error of a rank whose connection another rank closed, or that waited for too long."""
-        causes = sorted(self.cause(doing).items())
-        if causes:
-            rank, report = causes[0]
-            fault = f"{self._layout.named(rank)} {report}"
-        elif _contains_any(error, _LATE):
-            fault = f"the time limit passed before another rank reached {activity.collective}, {activity}"
-        else:
-            fault = f"the connection to another rank broke in {doing}: its process was killed or hangs"
-        fix = "see the error of that rank; continue from the last checkpoint"
-        if "ended without an error" in fault:  # such as `if rank == 0: module.full_state_dict()`
-            fix = (
-                "see the error of that rank, and continue from the last checkpoint; if it has none, call this on every"
-                " rank, not only on some: all ranks run steps, saving and full_state_dict together"
-            )
-        return RankFailedError(fault, where=doing, fix=fix)
-
-    def cause(self, doing: str) -> dict[int, str]:
-        """Return {rank: what it did} of the failure that disconnected this rank; empty if unreported."""
         causes: dict[int, str] = {}
 
         def look() -> bool:
             # before, as reports precede the end
-            ended = self._processes.ended(f"in {doing}") if self._processes is not None else {}
+            ended = self._processes.ended(f"in {doing}")
             for r in range(self._world):
                 if r not in causes and self._store.check([self._key(r)]):
                     causes[r] = self._store.get(self._key(r)).decode(errors="replace")
@@ -91,18 +79,31 @@ class Failures:
         with suppress(RuntimeError):  # the store went with the process that held it
             within(CAUSE, look)
         self.number += 1
-        return causes
+        if causes:
+            rank = min(causes)
+            fault = f"{self._layout.named(rank)} {causes[rank]}"
+        elif _contains_any(error, _LATE):
+            fault = f"the time limit passed before another rank reached {activity.collective}, {activity}"
+        else:
+            fault = f"the connection to another rank broke in {doing}: its process was killed or hangs"
+        fix = "see the error of that rank; continue from the last checkpoint"
+        if "ended without an error" in fault:  # such as `if rank == 0: module.full_state_dict()`
+            fix = (
+                "see the error of that rank, and continue from the last checkpoint; if it has none, call this on every"
+                " rank, not only on some: all ranks run steps, saving and full_state_dict together"
+            )
+        return RankFailedError(fault, where=doing, fix=fix)
 
     def _key(self, rank: int) -> str:
         return f"shardc/failure{self.number}/rank{rank}"
 
 
-def cut_off(error: Exception) -> bool:
+def cut_off(error: BaseException) -> bool:
     """Return whether it is the error of a rank whose peer has gone, or does not come."""
     return isinstance(error, RuntimeError) and _contains_any(error, _GONE + _LATE)
 
 
-def _contains_any(error: Exception, signs: tuple[str, ...]) -> bool:
+def _contains_any(error: BaseException, signs: tuple[str, ...]) -> bool:
     text = str(error).lower()
     return any(sign in text for sign in signs)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime.mesh.base import RankMesh, Work
+from shardc.runtime.mesh.base import Axes, RankMesh, Rows, Work
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class LoopbackMesh(RankMesh):
         mesh.device = self.device
         return mesh
 
-    def _exchange(self, axes: tuple[str, ...], name: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
+    def _exchange(self, axes: Axes, name: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
         if axes not in self._ranks:
             self._ranks[axes] = self.layout.group(self.rank, axes)
         result: T = self._world.exchange(self._ranks[axes], self.rank, f"{name} over {', '.join(axes)}", item, combine)
@@ -157,7 +157,7 @@ class LoopbackMesh(RankMesh):
         self._all_reduce(x, self.layout.names, "sum", "agreement", False)
         return x
 
-    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
+    def _all_reduce(self, flat: Tensor, axes: Axes, op: str, tag: str, background: bool) -> Work:
         def combine(items: list[Tensor]) -> list[Tensor]:
             total = items[0].clone()
             for other in items[1:]:
@@ -185,21 +185,12 @@ class LoopbackMesh(RankMesh):
         part.copy_(self._exchange((axis,), f"reduce_scatter {_named(tag, flat)}", flat.detach(), combine))
         return Work()
 
-    def _all_to_all(
-        self,
-        x: Tensor,
-        into: Tensor,
-        sent: list[int],
-        received: list[int],
-        axes: tuple[str, ...],
-        tag: str,
-        background: bool,
-    ) -> Work:
+    def _all_to_all(self, x: Tensor, into: Tensor, rows: Rows, axes: Axes, tag: str, background: bool) -> Work:
         def combine(items: list[tuple[Tensor, ...]]) -> list[Tensor]:
             return [torch.cat([parts[i] for parts in items]) for i in range(len(items))]
 
         name = f"all_to_all {tag} {x.dtype} rows of {list(x.shape[1:])}"  # row counts differ between ranks
-        parts = x.detach().split_with_sizes(sent) if sent else x.detach().chunk(self.members(axes))
+        parts = x.detach().split_with_sizes(rows[0]) if rows[0] else x.detach().chunk(self.members(axes))
         into.copy_(self._exchange(axes, name, parts, combine))
         return Work()
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -28,34 +26,31 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import LOOPBACK
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.processes import Processes
-from shardc.runtime.mesh.watch import NAMED, Watch, World, print_line
+from shardc.runtime.mesh.watch import NAMED, Watch, print_line
 
 
-@dataclass
 class Presence:
-    """This process in its world. processes, watch: None if a thread cannot use the store separately."""
+    """This process in its world: it announces this rank, and watches.
 
-    store: Any
-    rank: int
-    world: int
-    activity: Activity
-    processes: Processes | None
-    watch: Watch | None
+    named: seconds, of Watch; 0: never. .watch: None if a thread cannot use the store separately.
+    """
 
-    @staticmethod
-    def of(store: Any, rank: int, world: int, *, named: float) -> Presence:
-        """Announce this rank, and watch. named: seconds, of Watch; 0: never."""
-        activity, processes, watch = Activity(), None, None
-        if can_watch(store):
-            processes = Processes(store.clone(), rank, world)  # the main thread may hold the store while it waits
-            activity.noted.append(processes.note)
-            if named and world > 1:
-                watch = Watch(World(world), rank, activity, store, processes, named=named, met=False)
-        return Presence(store, rank, world, activity, processes, watch)
+    def __init__(self, store: Any, rank: int, world: int, *, named: float) -> None:
+        self.store, self.rank, self.world, self.activity = store, rank, world, Activity()
+        watched = can_watch(store)
+        # the main thread may hold the store while it waits
+        self.processes = Processes(store.clone() if watched else None, rank, world)
+        self.activity.note = self.processes.note
+        self.watch: Watch | None = None
+        if watched and named and world > 1:
+            self.watch = Watch(
+                Mesh(()), rank, self.activity, store, self.processes, world=world, named=named, met=False
+            )
 
 
 _begun: list[Presence] = []
@@ -74,10 +69,9 @@ def begin(named: float = NAMED) -> Presence | None:
     return present
 
 
-def _end(processes: Processes | None, number: int, _: object) -> None:
-    with contextlib.suppress(Exception):  # the store may be gone
-        if processes is not None:
-            processes.note_ending()
+def _end(processes: Processes, number: int, _: object) -> None:
+    with contextlib.suppress(Exception):  # the store may be gone, or there is none to use
+        processes.note_ending()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
@@ -92,14 +86,19 @@ def take(timeout: timedelta, named: float) -> Presence:
 
 def _new(timeout: timedelta, named: float) -> Presence:
     with not_inherited():
-        store, rank, world, joined = _connected(timeout)
-        # a process that joins again after `close` keeps its store, and needs new keys
-        store = dist.PrefixStore(f"join{next(joined)}", store)  # type: ignore[attr-defined]
-        return Presence.of(store, rank, world, named=named)
+        store, rank, world = world_store(timeout)
+        _joined[_place()] += 1  # a process that joins again after `close` keeps its store, and needs new keys
+        store = dist.PrefixStore(f"join{_joined[_place()]}", store)  # type: ignore[attr-defined]
+        return Presence(store, rank, world, named=named)
 
 
 #: By place: what `world_store` returns there, and how often this process has joined a world there.
-_stores: dict[tuple[str | None, ...], tuple[Any, int, int, Iterator[int]]] = {}
+_stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
+_joined = Counter[tuple[str | None, ...]]()
+
+
+def _place() -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
 
 
 def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
@@ -107,27 +106,19 @@ def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]
 
     Old keys would mislead: torchrun's agent may keep its store when it restarts all processes.
     """
-    store, rank, world, _ = _connected(timeout)
-    store.set_timeout(timeout)
-    return store, rank, world
-
-
-def _connected(timeout: timedelta) -> tuple[Any, int, int, Iterator[int]]:
-    place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
-    if place not in _stores:
+    if _place() not in _stores:
         store, rank, world = _new_store(timeout)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"shardc/start{restarts}", store)  # type: ignore[attr-defined]
-        store.add("connected", 1)  # ranks, which shardc.cli.same_error_once waits for
-        _stores[place] = store, rank, world, itertools.count()
-    return _stores[place]
+        _stores[_place()] = dist.PrefixStore(f"shardc/start{restarts}", store), rank, world  # type: ignore[attr-defined]
+    _stores[_place()][0].set_timeout(timeout)
+    return _stores[_place()]
 
 
 def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
     """Connect to the store of torchrun's agent, or of rank 0, which does not wait here for the others.
 
     The store has no authentication. So it listens to this machine alone where all ranks are on it, as with `shardc
-    run`.
+    run`. If rank 0 is late, rank 1 prints a line, as ranks cannot agree before they meet.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -144,21 +135,14 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
             listener.bind((LOOPBACK, port))
             listener.listen(world)
             options["master_listen_fd"] = listener.detach()
-    with _report_late_rank(rank, f"{address}:{port}"):
-        return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _report_late_rank(rank: int, address: str) -> Iterator[None]:
-    """Print a line if rank 0 is late. Only rank 1 prints, as ranks cannot agree before they meet."""
-    where = f"to {address}, where ranks meet, for {NAMED:.0f} s"
+    where = f"to {address}:{port}, where ranks meet, for {NAMED:.0f} s"
     message = f"rank 0 has not arrived {where}: it is stopped, starts slowly, or its machine is gone"
     late = threading.Timer(NAMED, print_line, [message])
     late.daemon = True
     if rank == 1:
         late.start()
     try:
-        yield
+        return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
     finally:
         late.cancel()
 

@@ -2,8 +2,7 @@
 
 Each rank writes its process number to the store, and keeps what it is doing in memory that the others of its machine
 can read, even after it is killed. The system knows what became of a process, so that the ranks of one machine need not
-wait for an answer to find out who was killed; it also knows processes that have not reported yet, as torchrun and srun
-set each process's rank when they start it. Only Linux is supported; elsewhere nothing is known.
+wait for an answer to find out who was killed. Only Linux is supported; elsewhere nothing is known.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from typing import Any
 from shardc.runtime.launch import file_of, process_state
 
 _NOTE = 160  # bytes of the text that describes what a rank is doing
-_ENDING = "ended by a signal"
 KILLED = "was killed, or ended without an error,"
-_SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 @dataclass
@@ -38,19 +35,29 @@ class _Process:
         state, born = process_state(self.number)
         return "" if born != self.born or state in "ZX" else state
 
+    @property
+    def doing(self) -> str:
+        """What it did last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
+        return self.note[:].rstrip(b"\0").decode(errors="replace") if self.note is not None else ""
+
 
 class Processes:
-    """The processes of the ranks. store: over which the ranks met; this rank registers its process there."""
+    """The processes of the ranks. store: over which the ranks met; this rank registers its process there.
+
+    None: nothing is known of the others.
+    """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        self._store, self._rank, self._world, self._machine = store, rank, world, _machine()
+        self._store, self._rank, self._machine = store, rank, _machine() if store is not None else ""
         self._here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # number of ranks on this machine
         self._found: dict[int, _Process] = {}
-        self._note, file = _memory(rank)
-        if self._machine:
-            _, born = process_state(os.getpid())
-            store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
-        store.set(f"shardc/came/{rank}", "")
+        self._note: mmap.mmap | None = None
+        if store is not None:
+            self._note, file = _memory(rank)
+            if self._machine:
+                _, born = process_state(os.getpid())
+                store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
+            store.set(f"shardc/came/{rank}", "")
 
     def known(self) -> bool:
         """Return whether all ranks of this machine are registered, so that the store is read no more."""
@@ -63,13 +70,7 @@ class Processes:
 
     def note_ending(self) -> None:
         """Note that a launcher, or a user, ends this process: it is not the one that failed."""
-        self.note(_ENDING)
-        self._store.set(f"shardc/ending/{self._rank}", "")  # others may not have found its memory yet
-
-    def doing(self, rank: int) -> str:
-        """Return what a rank did last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
-        note = self._found[rank].note if rank in self._found else None
-        return note[:].rstrip(b"\0").decode(errors="replace") if note is not None else ""
+        self._store.set(f"shardc/ending/{self._rank}", "")
 
     def end(self, rank: int) -> None:
         """Kill a stopped process with SIGKILL, as it ignores other signals."""
@@ -81,9 +82,9 @@ class Processes:
 
         otherwise: where a rank was, if that is not known.
         """
-        gone = {r: self.doing(r) for r, p in sorted(self._others().items()) if p.state == ""}
-        failed = {r: at for r, at in gone.items() if at != _ENDING and not self._store.check([f"shardc/ending/{r}"])}
-        return {r: f"{KILLED} {at or otherwise}" for r, at in failed.items()}
+        gone = [r for r, p in sorted(self._others().items()) if p.state == ""]
+        failed = (r for r in gone if not self._store.check([f"shardc/ending/{r}"]))
+        return {r: f"{KILLED} {self._found[r].doing or otherwise}" for r in failed}
 
     def stopped(self) -> list[int]:
         """Return the ranks whose process a signal has stopped (SIGSTOP)."""
@@ -91,7 +92,7 @@ class Processes:
 
     def has_registered(self, rank: int) -> bool:
         """Return whether a rank has registered, on any machine."""
-        return bool(self._store.check([f"shardc/came/{rank}"]))
+        return self._store is None or bool(self._store.check([f"shardc/came/{rank}"]))
 
     def _others(self) -> dict[int, _Process]:
         """Return the other ranks on this machine, as far as they are known."""
@@ -102,10 +103,7 @@ class Processes:
         for rank, (number, born, file) in last.items():
             if rank not in self._found:
                 self._found[rank] = _Process(number, born, _memory_of(number, file))
-        if self.known():
-            return self._found
-        started = {r: _Process(n, process_state(n)[1]) for r, n in _started_with_this().items() if r != self._rank}
-        return started | self._found
+        return self._found
 
     @property
     def _key(self) -> str:
@@ -125,7 +123,7 @@ def _memory(rank: int) -> tuple[mmap.mmap | None, int]:
 
     Memory without a name vanishes when no process has it open.
     """
-    if (path := file_of(rank, "doing")) is not None:
+    if (path := file_of(rank)) is not None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     elif hasattr(os, "memfd_create"):
         file = os.memfd_create("shardc-doing")
@@ -139,25 +137,4 @@ def _memory_of(process: int, file: int) -> mmap.mmap | None:
     """Open the memory of another running process; it stays readable after that process ends."""
     with suppress(OSError, ValueError), open(f"/proc/{process}/fd/{file}", "rb") as f:
         return mmap.mmap(f.fileno(), _NOTE, access=mmap.ACCESS_READ)
-    return None
-
-
-def _started_with_this() -> dict[int, int]:
-    """Return {rank: process} that this process's parent, torchrun or Slurm, has started as ranks."""
-    processes = dict[int, int]()
-    for children in Path("/proc").glob(f"{os.getppid()}/task/*/children"):
-        with suppress(OSError):
-            for number in map(int, children.read_text().split()):
-                if (rank := _rank(number)) is not None:
-                    processes[rank] = number
-    return processes
-
-
-def _rank(process: int) -> int | None:
-    """Return the rank with which a process was started, if it belongs to this process's world."""
-    with suppress(OSError, ValueError, KeyError):
-        text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
-        variables = dict(v.split("=", 1) for v in text.split("\0") if "=" in v)
-        if all(variables.get(name) in (None, os.environ.get(name)) for name in _SAME):
-            return int(variables.get("RANK") or variables["SLURM_PROCID"])
     return None

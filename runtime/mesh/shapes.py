@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardc.runtime.mesh.base import RankMesh, Work
+from shardc.runtime.mesh.base import Axes, RankMesh, Rows, Work
 
 
 class ShapeMesh(RankMesh):
@@ -13,7 +13,7 @@ class ShapeMesh(RankMesh):
     def _sum_on_host(self, x: Tensor) -> Tensor:
         return x * self.layout.world
 
-    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
+    def _all_reduce(self, flat: Tensor, axes: Axes, op: str, tag: str, background: bool) -> Work:
         return Work()
 
     def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
@@ -22,16 +22,7 @@ class ShapeMesh(RankMesh):
     def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work:
         return Work()
 
-    def _all_to_all(
-        self,
-        x: Tensor,
-        into: Tensor,
-        sent: list[int],
-        received: list[int],
-        axes: tuple[str, ...],
-        tag: str,
-        background: bool,
-    ) -> Work:
+    def _all_to_all(self, x: Tensor, into: Tensor, rows: Rows, axes: Axes, tag: str, background: bool) -> Work:
         return Work()
 
     def _send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:

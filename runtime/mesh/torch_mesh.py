@@ -27,7 +27,7 @@ from shardc.runtime.launch import check_variables
 from shardc.runtime.mesh import presence
 from shardc.runtime.mesh.agreement import check, stated
 from shardc.runtime.mesh.allocator import keep_freed
-from shardc.runtime.mesh.base import RankMesh, Work
+from shardc.runtime.mesh.base import Axes, RankMesh, Rows, Work
 from shardc.runtime.mesh.failed_rank import Failures, RankFailedError, cut_off
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
@@ -95,9 +95,9 @@ class TorchMesh(RankMesh):
                 _enter(present.store, present.rank, present.world, own_device, timeout)
             self.owner = True
         elif dist.is_initialized():
-            present = Presence.of(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
+            present = Presence(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
         else:
-            present = Presence.of(None, 0, 1, named=0)
+            present = Presence(None, 0, 1, named=0)
         rank = present.rank
         _check_world(layout, present.world)
         super().__init__(layout, rank, own_device, record)
@@ -213,7 +213,7 @@ class TorchMesh(RankMesh):
             work.pass_on()
             yield
 
-    def _background(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
+    def _background(self, work: Work, kind: str, axes: Axes, nbytes: int) -> Work:
         self._works.add(work)
         return super()._background(work, kind, axes, nbytes)
 
@@ -225,7 +225,7 @@ class TorchMesh(RankMesh):
     def _in_one_shot(self, nbytes: int) -> bool:
         return self._gloo and 0 < nbytes <= ONE_SHOT
 
-    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
+    def _all_reduce(self, flat: Tensor, axes: Axes, op: str, tag: str, background: bool) -> Work:
         group, ranks = self._group(axes), self.members(axes)
         if not self._in_one_shot(ranks * flat.nbytes):
             reduced = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
@@ -276,16 +276,8 @@ class TorchMesh(RankMesh):
 
         return Work(dist.all_to_all_single(got, flat, group=group, async_op=background), add_up)
 
-    def _all_to_all(
-        self,
-        x: Tensor,
-        into: Tensor,
-        sent: list[int],
-        received: list[int],
-        axes: tuple[str, ...],
-        tag: str,
-        background: bool,
-    ) -> Work:
+    def _all_to_all(self, x: Tensor, into: Tensor, rows: Rows, axes: Axes, tag: str, background: bool) -> Work:
+        sent, received = rows
         return Work(dist.all_to_all_single(into, x, received, sent, self._group(axes), background))
 
     def _send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
@@ -358,7 +350,7 @@ class TorchMesh(RankMesh):
         if not self._cut:
             return
         assert self._store is not None
-        if self._processes is not None and self._processes.ended():
+        if self._processes.ended():
             raise RankFailedError("some ranks have ended", where="meeting again")
         store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
         with not_inherited():

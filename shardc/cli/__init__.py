@@ -14,7 +14,6 @@ checkpoint, export          list, verify and convert checkpoints; export weights
 device, rules, spec         show devices that programs are priced for, rules of ops, the format of specs
 options                     options of several commands; options of `run`, one for each key of the spec's section
 hidden_modules              refuses files with the name of a module that shardc imports
-same_error_once             prints an error once if all ranks have the same one
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from shardc.cli import (
     spec,
     verify,
 )
+from shardc.cli.options import Command, option
 
 app = typer.Typer(
     name="shardc",
@@ -56,7 +56,7 @@ app = typer.Typer(
     ),
 )
 for module in (compile, inspect, verify, run, score, generate, export, plan, cost, rules, device, spec):
-    app.command(module.__name__.rpartition(".")[2])(module.command)
+    app.command(module.__name__.rpartition(".")[2], cls=Command)(module.command)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 
@@ -71,7 +71,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def shardc_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+        bool, option("print the version and exit", "--version", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     pass

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shardc.cli.common import Show, console, reporting, saved_in
-from shardc.cli.options import DebugOption, JsonOption
+from shardc.cli.options import Command, DebugOption, JsonOption, option
 from shardc.errors import ShardcError
 from shardc.spec.run_section import Run
 
@@ -25,7 +25,7 @@ Folder = Annotated[
 NewFolder = Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)]
 
 
-@app.command()
+@app.command(cls=Command)
 def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """List the checkpoints in a folder, the last one first."""
     from shardc.ir.units import size
@@ -53,7 +53,7 @@ def _row(g: Generation) -> dict[str, Any]:
     return {**row, **facts, "problem": ""}
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Read every byte of all checkpoints in a folder, or of one, and compare with the digests."""
     from shardc.runtime.state import checkpoint_folder
@@ -73,7 +73,7 @@ def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = Fal
         raise typer.Exit(0 if whole else 1)
 
 
-@app.command()
+@app.command(cls=Command)
 def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Show how two checkpoints differ, on any meshes. Exit status 1 if they differ."""
     from shardc.runtime.state import checkpoint_folder
@@ -87,10 +87,10 @@ def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption =
         raise typer.Exit(1 if differences else 0)
 
 
-@app.command()
+@app.command(cls=Command)
 def prune(
     folder: Folder,
-    keep: Annotated[int, typer.Option(min=1, help="number of checkpoints to keep; damaged ones do not count")] = KEEP,
+    keep: Annotated[int, option("number of checkpoints to keep; damaged ones do not count", min=1)] = KEEP,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -110,11 +110,11 @@ def prune(
         show(text, {"removed": removed})
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     folder: Folder,
     new: NewFolder,
-    to: Annotated[Literal["torch"], typer.Option(help="torch: torch.distributed.checkpoint's format")] = "torch",
+    to: Annotated[Literal["torch"], option("torch: torch.distributed.checkpoint's format")] = "torch",
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -125,7 +125,7 @@ def export(
         _report(show, export_checkpoint(_one(folder), new), new)
 
 
-@app.command("import")
+@app.command("import", cls=Command)
 def import_(old: Folder, new: NewFolder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint, also of an old shardc. No code in it is run."""
     from shardc.runtime.state.torch_format import import_checkpoint

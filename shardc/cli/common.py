@@ -9,13 +9,16 @@ import gc
 import json
 import os
 import re
+import socket
 import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,7 +26,6 @@ import typer
 from rich.console import Console
 
 from shardc.cli.options import Named
-from shardc.cli.same_error_once import FirstFailedError, for_this_rank
 from shardc.errors import ERROR, ShardcError
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 Show = Callable[..., None]
 #: Seconds between lines of progress if there is no bar.
 EVERY = 5.0
+#: Seconds that ranks which fail wait for each other.
+LATE = 10.0
 
 
 @contextmanager
@@ -77,13 +81,45 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
 
 
 def _end(error: ShardcError, show: Show) -> NoReturn:
-    """Print an error, unless another rank prints the same one, and end the process with exit status 2."""
-    quiet = isinstance(error, FirstFailedError)  # the first process of this machine prints it
-    text = for_this_rank(error.text(), alone=not quiet)
-    print_error(text)
-    if text:
+    """Print an error, and end the process with exit status 2."""
+
+    def report() -> None:
+        print_error(error.text())
         show(document={"errors": error.to_json()})
+
+    once(error.text(), report)
     raise typer.Exit(2) from None
+
+
+def once(text: str, report: Callable[[], None]) -> None:
+    """Call `report`, which prints an error, unless another rank of torchrun or Slurm has printed the same text.
+
+    A rank that cannot reach the others prints it, too. The one that holds their store waits for them.
+    """
+    store, rank, first, world = None, 0, True, int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        from shardc.runtime.mesh.failed_rank import within
+        from shardc.runtime.mesh.presence import world_store
+
+        with suppress(RuntimeError, OSError):  # from the store: it went with the process that held it
+            if os.environ["RANK"] == "0" or within(LATE, _store_is_there):
+                store, rank, _ = world_store(timedelta(seconds=LATE))
+                first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
+    if first:
+        report()
+    if store is not None:
+        with suppress(RuntimeError):  # the store went with the process that held it
+            ended = store.add("ended", 1)
+            if rank == 0 and ended < world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                within(LATE, lambda: store.add("ended", 0) >= world)
+
+
+def _store_is_there() -> bool:
+    """Return whether the store of the ranks can be reached. Where it cannot, torch writes 30 lines of frames."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with suppress(OSError), socket.create_connection(place, timeout=1):
+        return True
+    return False
 
 
 def print_error(text: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from shardc.cli import common
-from shardc.cli.options import FullOption, Named, names_program
+from shardc.cli.options import FullOption, Named, names_program, option
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -22,10 +20,8 @@ PROOF_SECONDS = 10.0
 @names_program("trust", "model_file")
 def command(
     named: Named,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="folder for the artifact")] = None,
-    dump: Annotated[
-        Path | None, typer.Option(help="folder for the text after every pass (one pass: inspect --diff)")
-    ] = None,
+    output: Annotated[Path | None, option("folder for the artifact", "-o", "--output")] = None,
+    dump: Annotated[Path | None, option("folder for the text after every pass (one pass: inspect --diff)")] = None,
     full: FullOption = False,
 ) -> None:
     """Compile a model and a spec; write the artifact with -o, else print the program."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from shardc.cli import common
-from shardc.cli.options import Named, names_program
+from shardc.cli.options import Named, names_program, option
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -19,14 +17,13 @@ if TYPE_CHECKING:
 def command(
     named: Named,
     compare: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="folder of `shardc run --log RUN --breakdown 5`: compare with prediction"),
+        Path | None, option("folder of `shardc run --log RUN --breakdown 5`: compare with prediction", metavar="RUN")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="a name that `shardc device` lists, or a YAML file (default: the spec's; with --compare this"
-            " machine's, once measured)"
+        option(
+            "a name that `shardc device` lists, or a YAML file (default: the spec's; with --compare this machine's, "
+            "once measured)"
         ),
     ] = None,
 ) -> None:

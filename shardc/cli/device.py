@@ -9,7 +9,7 @@ from typing import Annotated, cast
 import typer
 
 from shardc.cli.common import check_outputs, console, progress, reporting
-from shardc.cli.options import DebugOption, JsonOption
+from shardc.cli.options import DebugOption, JsonOption, option
 from shardc.errors import ShardcError
 
 
@@ -18,14 +18,12 @@ def command(
         str | None,
         typer.Argument(help="a name or a YAML file; cpu, cuda: this machine's, once measured", show_default=False),
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="measure this machine's cpu or cuda (default: cuda if it is there)")
-    ] = False,
+    measure: Annotated[bool, option("measure this machine's cpu or cuda (default: cuda if it is there)")] = False,
     processes: Annotated[
-        int | None, typer.Option(min=2, help="with --measure: number of processes on a CPU, each a device (default: 2)")
+        int | None, option("with --measure: number of processes on a CPU, each a device (default: 2)", min=2)
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="with --measure: write this file, not that of `--device cpu`")
+        Path | None, option("with --measure: write this file, not that of `--device cpu`", "-o", "--output")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

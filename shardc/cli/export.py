@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shardc.cli.common import check_outputs, reporting
-from shardc.cli.options import DebugOption
+from shardc.cli.options import DebugOption, option
 from shardc.errors import Errors, ShardcError
 
 if TYPE_CHECKING:
@@ -23,17 +23,12 @@ def command(
     checkpoint: Annotated[Path, typer.Argument(help="folder that --save wrote", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to write, or FILE.safetensors", show_default=False)],
     dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="of floating-point weights; default: as saved"),
+        Literal["float32", "float16", "bfloat16"] | None, option("of floating-point weights; default: as saved")
     ] = None,
-    spec: Annotated[Path | None, typer.Option(help="spec.yaml, if it puts adapters beside the model's weights")] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="write the whole model, with adapters merged into their weights")
-    ] = False,
-    max_file_gb: Annotated[float | None, typer.Option(min=0.001, help="maximum size of a file in GB (5)")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace weights in OUT that shardc did not write")
-    ] = False,
+    spec: Annotated[Path | None, option("spec.yaml, if it puts adapters beside the model's weights")] = None,
+    merge: Annotated[bool, option("write the whole model, with adapters merged into their weights")] = False,
+    max_file_gb: Annotated[float | None, option("maximum size of a file in GB (5)", min=0.001)] = None,
+    overwrite: Annotated[bool, option("replace weights in OUT that shardc did not write")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Export the weights of a checkpoint for other tools, slice by slice, in one process."""

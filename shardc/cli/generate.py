@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardc.cli.options import Named, NprocOption, names_program
+from shardc.cli.options import Named, NprocOption, names_program, option
 from shardc.cli.ranks.start import ranks
 from shardc.errors import Errors, ShardcError
 from shardc.optional import needed
@@ -20,22 +20,18 @@ Source = Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")]
 @names_program("forward", "score", "batch", "seq", "trust", "model_file", model=Source)
 def command(
     named: Named,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="prompt text; repeat for several, which are generated together")
-    ] = None,
-    ids: Annotated[list[str] | None, typer.Option(help="a prompt as token ids: 1,15,7")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="maximum number of new tokens for each prompt")] = 20,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the most likely token each time")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely tokens")] = None,
-    top_p: Annotated[float | None, typer.Option(help="draw from the likeliest with this total probability")] = None,
+    prompt: Annotated[list[str] | None, option("prompt text; repeat for several, which are generated together")] = None,
+    ids: Annotated[list[str] | None, option("a prompt as token ids: 1,15,7")] = None,
+    max_new_tokens: Annotated[int, option("maximum number of new tokens for each prompt", min=1)] = 20,
+    temperature: Annotated[float, option("0: the most likely token each time", min=0)] = 0.0,
+    top_k: Annotated[int | None, option("draw from the k most likely tokens", min=1)] = None,
+    top_p: Annotated[float | None, option("draw from the likeliest with this total probability")] = None,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(help="a token, or its id, that ends a text; default: those of the model's folder"),
+        list[str] | None, option("a token, or its id, that ends a text; default: those of the model's folder")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="seed of sampling, and of weights that no file has")] = 0,
+    seed: Annotated[int, option("seed of sampling, and of weights that no file has", min=0)] = 0,
     weights: Annotated[
-        Path | None,
-        typer.Option(help="generate with these: a folder or file of safetensors, a torch file, or what --save wrote"),
+        Path | None, option("generate with these: a folder or file of safetensors, a torch file, or what --save wrote")
     ] = None,
     nproc: NprocOption = None,
 ) -> None:

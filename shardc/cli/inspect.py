@@ -10,10 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from shardc.cli import common
-from shardc.cli.options import FullOption, Named, names_program
+from shardc.cli.options import FullOption, Named, names_program, option
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -28,45 +26,32 @@ ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
 @names_program()
 def command(
     named: Named,
-    stage: Annotated[int | None, typer.Option(help="only this stage")] = None,
-    before: Annotated[
-        bool, typer.Option("--before", help="the captured graph: the model as one device runs it; needs no spec")
-    ] = False,
+    stage: Annotated[int | None, option("only this stage")] = None,
+    before: Annotated[bool, option("the captured graph: the model as one device runs it; needs no spec")] = False,
     diff: Annotated[
-        str | None, typer.Option(help="what a pass changed, by its name; `--diff list` lists the passes that ran")
+        str | None, option("what a pass changed, by its name; `--diff list` lists the passes that ran")
     ] = None,
-    comm: Annotated[
-        bool, typer.Option("--comm", help="collectives of a step by axis and cause; which compute hides them")
-    ] = False,
-    coverage: Annotated[
-        bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")
-    ] = False,
-    joint: Annotated[bool, typer.Option("--joint", help="the forward and backward graphs of a step")] = False,
+    comm: Annotated[bool, option("collectives of a step by axis and cause; which compute hides them")] = False,
+    coverage: Annotated[bool, option("ops of a model file that no rule knows, and their lines; needs no spec")] = False,
+    joint: Annotated[bool, option("the forward and backward graphs of a step")] = False,
     html: Annotated[
-        Path | None, typer.Option(help="write an interactive page: graphs, timeline, memory, proof; one HTML file")
+        Path | None, option("write an interactive page: graphs, timeline, memory, proof; one HTML file")
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="memory of a step on each rank, by kind; the op at the peak")
-    ] = False,
+    memory: Annotated[bool, option("memory of a step on each rank, by kind; the op at the peak")] = False,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="of --memory, --comm, --schedule and what is written: a name of `shardc device`, or a YAML file"
-            " (default: the spec's device, else h100-80g)"
+        option(
+            "of --memory, --comm, --schedule and what is written: a name of `shardc device`, or a YAML file "
+            "(default: the spec's device, else h100-80g)"
         ),
     ] = None,
-    schedule: Annotated[
-        bool, typer.Option("--schedule", help="timeline of a pipeline: bubbles, live activations")
-    ] = False,
-    scores: Annotated[
-        bool, typer.Option("--scores", help="attention: which part of the queries x keys square each rank computes")
-    ] = False,
+    schedule: Annotated[bool, option("timeline of a pipeline: bubbles, live activations")] = False,
+    scores: Annotated[bool, option("attention: which part of the queries x keys square each rank computes")] = False,
     trace: Annotated[
-        Path | None,
-        typer.Option(help="write a step as a trace, which ui.perfetto.dev opens: work and messages of each rank"),
+        Path | None, option("write a step as a trace, which ui.perfetto.dev opens: work and messages of each rank")
     ] = None,
     memory_snapshot: Annotated[
-        Path | None, typer.Option(help="write a step's memory as a snapshot, which pytorch.org/memory_viz opens")
+        Path | None, option("write a step's memory as a snapshot, which pytorch.org/memory_viz opens")
     ] = None,
     full: FullOption = False,
 ) -> None:

@@ -15,20 +15,35 @@ from typing import Annotated, Any, Literal, Optional, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from shardc.spec.run_section import Run
+
+
+def option(help: str, *names: str, **how: Any) -> Any:
+    """Describe an option. names: default: that of the parameter. A flag has no opposite (see Command)."""
+    return typer.Option(*names, help=help, **how)
+
+
+class Command(TyperCommand):
+    """A command whose flags have no opposites, such as --no-debug."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        for flag in self.params:
+            if flag.default is False:
+                flag.secondary_opts = []
+
 
 Source = Annotated[
     str, typer.Argument(help="model.py, model.py:builder, hf:config.json, or a compiled DIR", show_default=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
-BatchOption = Annotated[int | None, typer.Option(min=1, help="batch size of an hf: model's example batch")]
-SeqOption = Annotated[int | None, typer.Option(min=1, help="sequence length of an hf: model's example batch")]
-NprocOption = Annotated[
-    int | None, typer.Option("--nproc", min=1, help="processes on this machine; default: what the mesh needs")
-]
-FullOption = Annotated[bool, typer.Option("--full", help="show every layer (by default equal layers are folded)")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+JsonOption = Annotated[bool, option("print one JSON document on stdout and nothing else", "--json")]
+BatchOption = Annotated[int | None, option("batch size of an hf: model's example batch", min=1)]
+SeqOption = Annotated[int | None, option("sequence length of an hf: model's example batch", min=1)]
+NprocOption = Annotated[int | None, option("processes on this machine; default: what the mesh needs", min=1)]
+FullOption = Annotated[bool, option("show every layer (by default equal layers are folded)")]
+DebugOption = Annotated[bool, option("show the traceback of an error")]
 
 
 @dataclass(frozen=True)
@@ -41,26 +56,18 @@ class Named:
 
     model: Source
     spec: Annotated[Path | None, typer.Argument(help="spec.yaml (not with a compiled DIR)", show_default=False)] = None
-    mesh: Annotated[list[str] | None, typer.Option("--mesh", help="sizes instead of the spec's: dp=4,tp=1")] = None
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")
-    ] = None
+    mesh: Annotated[list[str] | None, option("sizes instead of the spec's: dp=4,tp=1")] = None
+    overrides: Annotated[list[str] | None, option("a setting instead of the spec's: data.bucket_mb=50", "--set")] = None
     forward: Annotated[
         bool,
-        typer.Option(
-            "--forward",
-            help="forward only: return outputs(output, batch) of the model file, or all tensors that the model returns",
-        ),
+        option("forward only: return outputs(output, batch) of the model file, or all tensors that the model returns"),
     ] = False
-    score: Annotated[
-        bool, typer.Option("--score", help="forward only: return the log-probability of each target of the loss")
-    ] = False
+    score: Annotated[bool, option("forward only: return the log-probability of each target of the loss")] = False
     batch: BatchOption = None
     seq: SeqOption = None
-    trust: Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")] = False
+    trust: Annotated[bool, option("accept a compiled DIR whose files were edited")] = False
     model_file: Annotated[
-        str | None,
-        typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from"),
+        str | None, option("with a compiled DIR: the model file, if not the one it was compiled from", "--model")
     ] = None
     as_json: JsonOption = False
     debug: DebugOption = False
@@ -129,4 +136,4 @@ def _option(name: str, field: FieldInfo) -> Any:
         kind, least = list[int], 1
     elif kind is not int and get_origin(kind) is not Literal:
         kind = float
-    return Annotated[Optional[kind], typer.Option(*flags, min=least, help=text)]  # noqa: UP045 (of a value)
+    return Annotated[Optional[kind], option(text, *flags, min=least)]  # noqa: UP045 (of a value)

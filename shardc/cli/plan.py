@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from shardc.cli.common import check_outputs, is_artifact, print_error, progress, reporting
-from shardc.cli.options import BatchOption, DebugOption, JsonOption, SeqOption
+from shardc.cli.options import BatchOption, DebugOption, JsonOption, SeqOption, option
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -24,42 +24,33 @@ PREPARING = ("loading the model", "capturing")
 def command(
     model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:config.json", show_default=False)],
     devices: Annotated[
-        int | None, typer.Option(help="number of devices (default: of --given, or `nodes` of a device file)")
+        int | None, option("number of devices (default: of --given, or `nodes` of a device file)")
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(
-            help="a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g); repeat to "
-            "find the best of several"
+        option(
+            "a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g); repeat to find "
+            "the best of several"
         ),
     ] = None,
     price: Annotated[
-        list[str] | None,
-        typer.Option(help="price of one device for an hour, e.g. h100-80g=2.5: the cheapest --device is best"),
+        list[str] | None, option("price of one device for an hour, e.g. h100-80g=2.5: the cheapest --device is best")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
-    ] = None,
+    output: Annotated[Path | None, option("write the best spec, annotated with why", "-o", "--output")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="write a page: the best spec, the plot, every priced spec, why, what would help")
+        Path | None, option("write a page: the best spec, the plot, every priced spec, why, what would help")
     ] = None,
     given: Annotated[
-        list[Path] | None, typer.Option(help="price only this spec, without a search; repeat to compare several")
+        list[Path] | None, option("price only this spec, without a search; repeat to compare several")
     ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", help="rows of a step (default: those that batch() gives)")
-    ] = None,
-    precision: Annotated[str, typer.Option(help="bfloat16 | float16 | float32 | pure-bfloat16 | model")] = "bfloat16",
-    largest: Annotated[
-        str | None, typer.Option(help="batch | sequence | model: also report how large it may be")
-    ] = None,
-    fewest: Annotated[bool, typer.Option("--fewest", help="also report the fewest devices that fit")] = False,
-    what_if: Annotated[
-        bool, typer.Option("--what-if", help="also price it on other devices, without recomputation, and compiled")
-    ] = False,
-    tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
+    global_batch: Annotated[int | None, option("rows of a step (default: those that batch() gives)")] = None,
+    precision: Annotated[str, option("bfloat16 | float16 | float32 | pure-bfloat16 | model")] = "bfloat16",
+    largest: Annotated[str | None, option("batch | sequence | model: also report how large it may be")] = None,
+    fewest: Annotated[bool, option("also report the fewest devices that fit")] = False,
+    what_if: Annotated[bool, option("also price it on other devices, without recomputation, and compiled")] = False,
+    tokens: Annotated[float | None, option("also answer how long so many tokens take, e.g. 15e12")] = None,
     headroom: Annotated[
-        float, typer.Option(help="share of a device's memory to leave (default: none), beside what libraries take")
+        float, option("share of a device's memory to leave (default: none), beside what libraries take")
     ] = 0.0,
     batch: BatchOption = None,
     seq: SeqOption = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardc.cli.common import reporting
-from shardc.cli.options import DebugOption, JsonOption
+from shardc.cli.options import DebugOption, JsonOption, option
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 
@@ -23,12 +23,8 @@ def command(
         list[str] | None,
         typer.Argument(help="names or globs: aten.mm.default 'aten.*norm*' (default: all)", show_default=False),
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="prove them against the whole ops; exit status 1 if one is wrong")
-    ] = False,
-    file: Annotated[
-        str | None, typer.Option("--file", help="a Python file that registers rules; without names: only its rules")
-    ] = None,
+    check: Annotated[bool, option("prove them against the whole ops; exit status 1 if one is wrong")] = False,
+    file: Annotated[str | None, option("a Python file that registers rules; without names: only its rules")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from shardc.cli.common import check_outputs, saved_in
-from shardc.cli.options import Named, NprocOption, given, names_program
+from shardc.cli.options import Named, NprocOption, given, names_program, option
 from shardc.cli.ranks.start import ranks
 from shardc.errors import ShardcError
 
@@ -28,32 +26,21 @@ FAILED = 1  # exit status of a run in which a rank failed; 2: its input was wron
 def command(
     named: Named,
     nproc: NprocOption = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace earlier contents of --save and --log (runs or weights)")
-    ] = False,
-    resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
-    last_good: Annotated[
-        bool, typer.Option("--last-good", help="if the last checkpoint is damaged, resume from the last good one")
-    ] = False,
+    overwrite: Annotated[bool, option("replace earlier contents of --save and --log (runs or weights)")] = False,
+    resume: Annotated[Path | None, option("folder that --save wrote, on any mesh")] = None,
+    last_good: Annotated[bool, option("if the last checkpoint is damaged, resume from the last good one")] = False,
     new_schedule: Annotated[
-        bool,
-        typer.Option(
-            "--new-schedule", help="resume with the model file's learning rates and schedule, not the checkpoint's"
-        ),
+        bool, option("resume with the model file's learning rates and schedule, not the checkpoint's")
     ] = False,
     new_data: Annotated[
-        bool,
-        typer.Option("--new-data", help="resume with the data from the start, not from the position of the checkpoint"),
+        bool, option("resume with the data from the start, not from the position of the checkpoint")
     ] = False,
     weights: Annotated[
         Path | None,
-        typer.Option(help="weights to start from: a folder or file of safetensors, a torch file, or what --save wrote"),
+        option("weights to start from: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
     as_compiled: Annotated[
-        bool,
-        typer.Option(
-            "--as-compiled", help="train a compiled DIR although forward or loss changed in the model file since"
-        ),
+        bool, option("train a compiled DIR although forward or loss changed in the model file since")
     ] = False,
     **settings: Any,
 ) -> None:
@@ -63,11 +50,11 @@ def command(
     resume = resume.expanduser() if resume else None
     options = given(settings)
     save, log = (Path(options[name]) if name in options else None for name in ("save", "log"))
-    with ranks(named, nproc, weights) as all_ranks:
+    with ranks(named, nproc, weights, options.get("watch")) as all_ranks:
         first = os.environ.get("RANK", "0") == "0"  # only rank 0 writes lines, on its machine
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(options)
-        program = all_ranks.program(watch=options.get("watch"), as_compiled=as_compiled)
+        program = all_ranks.program(as_compiled=as_compiled)
         run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and not run.auto_resume:
@@ -208,19 +195,19 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
     """
     from shardc.runtime.state.export import foreign_weights, refused
 
-    for folder, option, kept in ((save, "--save", "checkpoint"), (log, "--log", "steps.jsonl")):
+    for folder, where, kept in ((save, "--save", "checkpoint"), (log, "--log", "steps.jsonl")):
         if folder is None:
             continue
-        check_outputs(folders={option: folder})
+        check_outputs(folders={where: folder})
         folder.mkdir(parents=True, exist_ok=True)
-        goes_on = resume is not None and (option == "--log" or _is_in(resume, folder))
+        goes_on = resume is not None and (where == "--log" or _is_in(resume, folder))
         if _in_use(folder / kept) and not overwrite and not goes_on:
-            on = folder if option == "--save" else "and what it saved to"
+            on = folder if where == "--save" else "and what it saved to"
             fix = f"continue it (--resume {on}), name another folder, or add --overwrite"
-            raise ShardcError(f"an earlier run's {kept} is in {folder}", where=option, fix=fix)
-        if option == "--save" and not overwrite and not goes_on and (file := foreign_weights(folder)) is not None:
+            raise ShardcError(f"an earlier run's {kept} is in {folder}", where=where, fix=fix)
+        if where == "--save" and not overwrite and not goes_on and (file := foreign_weights(folder)) is not None:
             error = refused(file, "add --overwrite")
-            raise ShardcError(error.what, where=f"{option} {folder}", fix=error.fix)
+            raise ShardcError(error.what, where=f"{where} {folder}", fix=error.fix)
 
 
 def _in_use(path: Path) -> bool:

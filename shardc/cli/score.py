@@ -6,10 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from shardc.cli.common import check_outputs, is_artifact
-from shardc.cli.options import Named, NprocOption, names_program
+from shardc.cli.options import Named, NprocOption, names_program, option
 from shardc.cli.ranks.start import ranks
 from shardc.errors import ShardcError
 
@@ -18,14 +16,14 @@ from shardc.errors import ShardcError
 def command(
     named: Named,
     weights: Annotated[
-        Path | None, typer.Option(help="weights: a folder or file of safetensors, a torch file, or what --save wrote")
+        Path | None, option("weights: a folder or file of safetensors, a torch file, or what --save wrote")
     ] = None,
     split: Annotated[
-        Literal["valid", "train"], typer.Option(help="split that is passed to data(split) of the model file")
+        Literal["valid", "train"], option("split that is passed to data(split) of the model file")
     ] = "valid",
-    rows: Annotated[Path | None, typer.Option(help="file for the scores of each row, one JSON document a line")] = None,
+    rows: Annotated[Path | None, option("file for the scores of each row, one JSON document a line")] = None,
     nproc: NprocOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="seed of weights that no file has, and of data()")] = 0,
+    seed: Annotated[int, option("seed of weights that no file has, and of data()", min=0)] = 0,
 ) -> None:
     """Score: compute the log-probability of each target of the loss, and the perplexity, of all data."""
     from shardc.spec import Run

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from shardc.cli.common import console
+from shardc.cli.options import option
 
 
 def command(
-    schema: Annotated[bool, typer.Option("--schema", help="the JSON Schema of specs, for editors")] = False,
+    schema: Annotated[bool, option("the JSON Schema of specs, for editors")] = False,
 ) -> None:
     """Show the format of specs: --schema prints its JSON Schema."""
     from shardc.spec import Spec

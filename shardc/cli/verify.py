@@ -8,19 +8,15 @@ from typing import Annotated
 import typer
 
 from shardc.cli import common
-from shardc.cli.options import Named, names_program
+from shardc.cli.options import Named, names_program, option
 
 
 @names_program()
 def command(
     named: Named,
-    seed: Annotated[int, typer.Option(help="seed of the random weights and inputs")] = 0,
-    compiled: Annotated[
-        bool, typer.Option("--compiled", help="also compare the compiled step with the same step run line by line")
-    ] = False,
-    static: Annotated[
-        bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")
-    ] = False,
+    seed: Annotated[int, option("seed of the random weights and inputs")] = 0,
+    compiled: Annotated[bool, option("also compare the compiled step with the same step run line by line")] = False,
+    static: Annotated[bool, option("prove it without running: any number of ranks, no weights, no devices")] = False,
 ) -> None:
     """Run a step of all ranks in this process, in float64; compare loss and gradients with one device.
 

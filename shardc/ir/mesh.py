@@ -130,7 +130,7 @@ class Mesh:
         """
         texts = [f"{r} ({', '.join(f'{a}={c}' for a, c in self.coords(r).items())})" for r in ranks[:shown]]
         more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts).removesuffix(' ()')}{more}"
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts).replace(' ()', '')}{more}"
 
     def rank(self, coords: Mapping[str, int]) -> int:
         return sum(coords[name] * self.stride(name) for name in self.names)

@@ -71,7 +71,7 @@ def collectives(rank: int, device: str, port: int) -> None:
             mesh._all_gather(mine.view(-1), whole, "dp", "", background).wait()
             same(whole, *(of(r, n, 3) for r in range(n)))
             for rows in ([], [1] * n):
-                mesh._all_to_all(mine, into.zero_(), rows, rows, axes, "", background).wait()
+                mesh._all_to_all(mine, into.zero_(), (rows, rows), axes, "", background).wait()
                 same(into, *(of(r, n, 3)[rank] for r in range(n)))
             mesh._reduce_scatter(mine.view(-1).clone(), part, "dp", "", background).wait()
             same(part, total[rank])

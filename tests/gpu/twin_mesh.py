@@ -18,6 +18,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it regist
 
 from shardc.ir.program import Program
 from shardc.runtime.mesh import TorchMesh, Work
+from shardc.runtime.mesh.base import Axes, Rows
 from shardc.runtime.stage.communicators import groups_of
 
 
@@ -47,17 +48,9 @@ class TwinMesh(TorchMesh):
         part.copy_(mine)
         return Work()
 
-    def _all_to_all(
-        self,
-        x: Tensor,
-        into: Tensor,
-        sent: list[int],
-        received: list[int],
-        axes: tuple[str, ...],
-        tag: str,
-        background: bool,
-    ) -> Work:
-        super()._all_to_all(x, into, sent, received, axes, tag, background).wait()
+    def _all_to_all(self, x: Tensor, into: Tensor, rows: Rows, axes: Axes, tag: str, background: bool) -> Work:
+        super()._all_to_all(x, into, rows, axes, tag, background).wait()
+        sent, received = rows
         place = self._place(axes)
         if not sent:
             into.copy_(x.chunk(self.members(axes))[place].repeat(self.members(axes), *[1] * (x.dim() - 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -48,35 +49,23 @@ def test_all_ranks_run_with_their_coordinates(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr().out.split() == ["from", "0"]  # only rank 0 writes here
 
 
-def test_a_rank_that_raises_ends_all_with_its_own_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The others lose their peer a little later: that is not the cause, and is not shown."""
+@pytest.mark.parametrize("first", [1, 2], ids=["its peers end first", "the rank that failed ends first"])
+def test_a_rank_that_raises_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], first: int) -> None:
     body = (
-        "import time\nfrom shardc.runtime.launch import report_failure\n"
-        "if rank == 2:\n    report_failure('ValueError: the culprit', [{'where': 'a'}])\n    sys.exit(1)\n"
-        "time.sleep(0.3)\n"
-        "if rank == 1:\n    report_failure('Connection closed by peer', [])\n    sys.exit(1)\ntime.sleep(60)"
+        "import time\nfrom shardc.runtime.launch import GAVE_UP, record_errors\n"
+        "peers = [pathlib.Path(sys.argv[0]).with_name(f'pid{r}') for r in range(4)]\n"
+        "while not all(p.exists() for p in peers):\n    time.sleep(0.01)\n"  # a busy machine starts some late
+        f"time.sleep(0.3 * (rank != {first}))\n"
+        f"if rank == 2:\n    record_errors(pathlib.Path({str(tmp_path)!r}), [{{'where': 'a'}}])\n"
+        "    raise ValueError('the culprit')\n"
+        "if rank == 1:\n"
+        "    sys.exit(GAVE_UP)\ntime.sleep(60)"
     )
-    errors: list[dict[str, str]] = []
-    assert launch.launch(script(tmp_path, body), MESH, failed_first=errors.extend) == 1
-    assert errors == [{"where": "a"}]
+    assert launch.launch(script(tmp_path, body), MESH, folder=tmp_path) == 1
+    assert json.loads((tmp_path / launch.ERRORS).read_text()) == [{"where": "a"}]
     err = capfd.readouterr().err
-    assert "rank 2 (dp=1, tp=0) failed" in err
     assert "ValueError: the culprit" in err
-    assert "closed by peer" not in err
-    assert not alive(tmp_path)
-
-
-def test_the_peers_may_notice_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    body = (
-        "import time\npeer = pathlib.Path(sys.argv[0]).with_name('pid3')\n"
-        "while not peer.exists():\n    time.sleep(0.01)\n"  # a busy machine starts it late
-        "if rank == 0:\n    raise RuntimeError('Connection reset by peer')\n"
-        "time.sleep(0.2)\nif rank == 3:\n    raise KeyError('what was wrong')\ntime.sleep(60)"
-    )
-    assert launch.launch(script(tmp_path, body), MESH) == 1
-    err = capfd.readouterr().err
-    assert "rank 3 (dp=1, tp=1) failed" in err
-    assert "what was wrong" in err
+    assert "rank 2 (dp=1, tp=0) failed with exit status 1; all ranks were ended" in err
     assert not alive(tmp_path)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
+import socket
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +21,7 @@ import typer
 from shardc.cli.common import Show, example_sizes, is_artifact, model_of, print_model_file, program_of, reporting
 from shardc.cli.options import Named
 from shardc.cli.ranks import lasting_output
-from shardc.cli.ranks.compile_once import compiled_once
-from shardc.errors import ShardcError
+from shardc.errors import Errors, ShardcError
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from shardc.spec import Run
 
 _NAME, _LOCK = "shardc-run-", ".lock"
+POLL = 0.1  # seconds between looks into the store
 SAVING = 120.0  # seconds that ranks have for a save when a signal stops the run
 
 
@@ -51,13 +54,39 @@ def run_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ranks]:
-    """Yield the ranks of a command; then exit with their status. Raises ShardcError for wrong `weights`."""
+def ranks(named: Named, nproc: int | None, weights: Path | None, watch: float | None = None) -> Iterator[Ranks]:
+    """Yield the ranks of a command; then exit with their status. Raises ShardcError for wrong `weights`.
+
+    Under torchrun and Slurm the first process of a machine compiles and makes the job, and the others do it: eight
+    processes that compile take eight times as much from the machine that is about to train. watch: seconds after which
+    a rank that the others wait for is named (shardc.runtime.mesh.presence).
+    """
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
     lasting_output.install(report_loss=named.as_json or one_rank)  # else rank 0, which writes the lines, reports it
-    with reporting(named.debug, named.as_json) as show, run_folder() as folder:
-        all_ranks = Ranks(named, nproc, weights, show, folder)
-        yield all_ranks
+    with reporting(named.debug, named.as_json) as show:
+        from shardc.runtime import launch
+        from shardc.runtime.mesh import presence
+
+        launch.join_slurm()
+        joined = launch.in_world()
+        preparing = ExitStack()
+        if joined and (process := presence.begin(*(() if watch is None else (watch,)))) is not None:
+            preparing.enter_context(process.activity.during("compiling"))
+        if joined and (key := _shared()) and os.environ["LOCAL_RANK"] != "0":
+            from shardc.cli.ranks import worker
+
+            if (file := _job_of_first(key)) is not None:
+                preparing.close()
+                worker.main(file)
+                worker.end_rank()
+        with run_folder() as folder:
+            all_ranks = Ranks(named, nproc, show, folder, joined, preparing)
+            try:
+                all_ranks.weights = _weights(weights)
+                yield all_ranks
+            except ShardcError as e:
+                all_ranks.publish(e.to_json())
+                raise
     if all_ranks.joined:
         from shardc.cli.ranks import worker
 
@@ -65,36 +94,77 @@ def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ran
     raise typer.Exit(all_ranks.status)
 
 
+def _shared() -> str:
+    """Return the key of the store for the job that one process of this machine makes for all; "" if it is alone."""
+    env = os.environ
+    if int(env.get("LOCAL_WORLD_SIZE", "1")) == 1 or "LOCAL_RANK" not in env:
+        return ""
+    # the same for all processes that one launcher has started on one machine
+    return f"job/{env.get('GROUP_RANK') or env.get('SLURM_NODEID') or socket.gethostname()}"
+
+
+def _job_of_first(key: str) -> str | None:
+    """Return the file with the job that the first process of this machine has made, or raise its ShardcError.
+
+    None: this process makes a job, too: it cannot read the file (a container with a private temporary folder), or not
+    trust it. key: of `_shared`.
+    """
+    from shardc.runtime.mesh.activity import waiting
+    from shardc.runtime.mesh.presence import world_store
+
+    store, _, _ = world_store()
+    try:
+        with waiting():
+            while not store.check([key]):
+                time.sleep(POLL)
+        made = json.loads(store.get(key))
+    except RuntimeError as e:  # the store went with the process that held it
+        fault = "rank 0, where the ranks meet, ended while this rank waited for the compiled program"
+        raise ShardcError(fault, where="compiling", fix="see the error of rank 0") from e
+    if isinstance(made, list):
+        errors = Errors()
+        errors.found = [ShardcError(**error) for error in made]
+        errors.raise_any()
+    return made if _is_private(Path(made).parent) else None
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether only this user can write to the folder: a program is Python code, which is run."""
+    try:
+        info = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
+
+
+@dataclass
 class Ranks:
     """Starts one process for each rank on this machine, or is a rank of torchrun or Slurm: `joined`.
 
-    show: prints the result. folder: the temporary folder of the run. status: exit status of the last job.
+    show: prints the result. folder: the temporary folder of the run. preparing: what ends when the job begins. weights:
+    the path of --weights, or "". status: exit status of the last job.
     """
 
-    def __init__(self, named: Named, nproc: int | None, weights: Path | None, show: Show, folder: Path) -> None:
-        from shardc.runtime import launch
+    named: Named
+    nproc: int | None
+    show: Show
+    folder: Path
+    joined: bool
+    preparing: ExitStack
+    weights: str = ""
+    status: int = 0
 
-        self.named, self.show, self.status = named, show, 0
-        self.folder, self._nproc = folder, nproc
-        launch.join_slurm()
-        self.joined = launch.in_world()
-        self._weights = _weights(weights)
+    def publish(self, made: Any) -> None:
+        """Give the other processes of this machine the path of a job, or errors."""
+        if self.joined and (key := _shared()) and os.environ["LOCAL_RANK"] == "0":
+            from shardc.runtime.mesh.presence import world_store
 
-    def program(self, *, watch: float | None = None, as_compiled: bool = True) -> Program:
-        """Return the program for these ranks. Under torchrun and Slurm one process of a machine compiles it.
+            world_store()[0].set(key, json.dumps(made))
 
-        watch: seconds after which a rank that the others wait for is named (shardc.runtime.mesh.presence). as_compiled:
-        as in `program_of`.
-        """
-        from shardc.runtime.mesh import presence
-
-        process = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
-        world = int(os.environ["WORLD_SIZE"]) if self.joined else self._nproc
-        compiled = functools.partial(program_of, self.named, world=world, as_compiled=as_compiled)
-        with process.activity.during("compiling") if process is not None else nullcontext():
-            once = self.joined and not is_artifact(self.named.model)
-            program = compiled_once(self.folder / "program", compiled, self._read) if once else compiled()
-            self._program = program
+    def program(self, *, as_compiled: bool = True) -> Program:
+        """Return the program for these ranks. as_compiled: as in `program_of`."""
+        world = int(os.environ["WORLD_SIZE"]) if self.joined else self.nproc
+        self._program = program = program_of(self.named, world=world, as_compiled=as_compiled)
         named = self.named.model_file
         self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
@@ -108,14 +178,6 @@ class Ranks:
             )
         return program
 
-    def _read(self, folder: Path) -> Program:
-        """Load the program that another process of this machine has compiled."""
-        from shardc.cli import model_file
-
-        if not self.named.model.startswith("hf:"):
-            model_file.imported(model_file.path_of(self.named.model))  # it may register ops
-        return program_of(Named(str(folder)), as_compiled=True)
-
     def job(self, run: Run, writes: Mapping[str, str] | None = None, **work: Any) -> Job:
         """Make the job of the processes. writes: folders in the spec of a compiled folder. work: other fields."""
         from shardc.cli.ranks.job import Job
@@ -123,8 +185,7 @@ class Ranks:
         artifact = Path(self.named.model)
         if not is_artifact(self.named.model):
             artifact = self.folder / "program"
-            if not artifact.exists():
-                self._program.save(artifact)
+            self._program.save(artifact)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
             print_model_file(self.named.model, "" if self.named.model_file else self._ref, writes or {})
         return Job(
@@ -132,7 +193,7 @@ class Ranks:
             model=self._ref,
             run=run.model_dump(),
             example=example_sizes(self._program),
-            weights=self._weights,
+            weights=self.weights,
             quiet=self.named.as_json,
             folder=str(self.folder),
             trust=self.named.trust,
@@ -154,6 +215,8 @@ class Ranks:
         if self.joined:
             from shardc.cli.ranks import worker
 
+            self.publish(str(file))
+            self.preparing.close()
             worker.main(str(file))
         else:
             hidden_modules.check_folder(Path.cwd())
@@ -161,10 +224,12 @@ class Ranks:
                 [sys.executable, "-m", "shardc.cli.ranks.worker", str(file)],
                 self._program.mesh,
                 folder=self.folder,
-                failed_first=lambda errors: self.show(document={"errors": errors}),
                 stdout=sys.stderr.fileno() if self.named.as_json else None,
                 patience=SAVING,
             )
+            if (errors := self.folder / launch.ERRORS).exists():
+                self.show(document={"errors": json.loads(errors.read_text())})
+                errors.unlink()
         done = self.status == 0 and job.result.exists()
         return json.loads(job.result.read_text()) if done else None
 

@@ -36,7 +36,6 @@ from shardc.torch_private import let_workers_end, memory_recorded
 
 SAY_AFTER = 10.0  # seconds between two reports on an evaluation
 ASK_EVERY = 16  # held-out batches between two agreements on whether to stop
-FIRST_WORD = 3.0  # seconds in which a rank whose data() failed prints before the others do
 
 
 class Interrupted(Exception):
@@ -243,10 +242,9 @@ class Training:
                 message = f"{place} failed in data(), after step {self.engine.step_count}: {saved}"
                 print(message, file=sys.stderr, flush=True)
                 raise problem
-            time.sleep(FIRST_WORD)
             ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
             fault = f"{ranks} failed in data(), after step {self.engine.step_count}; {saved}"
-            raise ShardcError(fault, where="data", fix="see the error of that rank")
+            raise RankFailedError(fault, where="data", fix="see the error of that rank")
         return batch
 
     def _read(self, *, evaluated: bool = False) -> None:

@@ -19,30 +19,31 @@ from typing import Any, NoReturn
 import torch
 
 from shardc.api import load
-from shardc.cli.common import saved_in
+from shardc.cli.common import once, saved_in
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, training_data
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
 from shardc.cli.ranks.save_lock import SaveLock
 from shardc.cli.ranks.step_lines import StepLines, header
 from shardc.cli.ranks.training_data import Batches
-from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, peak_memory
+from shardc.cli.ranks.training_loop import Interrupted, Signals, Training, peak_memory
 from shardc.cli.ranks.user_frames import one_line, place, users_traceback
-from shardc.cli.same_error_once import for_this_rank
 from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
 from shardc.ir.units import size
 from shardc.report.cost import peak_place
 from shardc.runtime.checks.engine_options import check_trains
-from shardc.runtime.launch import GAVE_UP, report_failure
+from shardc.runtime.launch import GAVE_UP, record_errors
 from shardc.runtime.mesh import own_cores
-from shardc.runtime.mesh.failed_rank import RankFailedError
+from shardc.runtime.mesh.failed_rank import RankFailedError, cut_off
 from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
 from shardc.runtime.stage.profiler_ranges import with_ranges
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw
+
+FIRST_WORD = 3.0  # seconds in which a rank that failed prints its error before the others do
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -155,21 +156,11 @@ def main(file: str) -> None:
     try:
         work = forward_jobs.score if job.split else forward_jobs.generate if job.prompts else run
         summary = work(job)
-    except ShardcError as e:
-        if isinstance(e, RankFailedError):
-            time.sleep(FIRST_WORD)
-        # 2: the input was wrong. After another rank's failure, or a wrong replica, a restart may succeed
-        _refuse(job, e, GAVE_UP if isinstance(e, RankFailedError) else 1 if isinstance(e, ReplicasDifferError) else 2)
     except Interrupted as e:
-        print(e, file=sys.stderr, flush=True)
-        _report(job, "", [{"where": "signal", "what": str(e), "fix": ""}])
+        _report(job, f"{e}\n", [{"where": "signal", "what": str(e), "fix": ""}])
         end_rank(128 + e.number)
     except BaseException as e:
-        if no_memory(e):
-            _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
-        where = place(e) or f"rank {os.environ.get('RANK', '0')}"
-        error = {"where": where, "what": one_line(e), "fix": "correct the code that raises it"}
-        _fail(job, users_traceback(e, debug=job.debug), [error], 1)
+        _fail(job, e)
     if int(os.environ.get("RANK", "0")) == 0:
         job.result.write_text(json.dumps(summary))
     if torch.distributed.is_initialized():
@@ -177,30 +168,35 @@ def main(file: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
-    """Print an error, unless another rank prints the same one, and end the process."""
-    if isinstance(error, OutOfMemoryError):
-        error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
-    text = for_this_rank(error.text()) if job.joined else error.text()
-    _fail(job, f"{text}\n", error.to_json(), status)
-
-
-def _fail(job: Job, text: str, errors: list[dict[str, str]], status: int) -> NoReturn:
-    """Report a failure, and end the process at once. A rank of torchrun or Slurm removes its own run folder first."""
-    _report(job, text, errors)
-    if job.joined:
+def _fail(job: Job, error: BaseException) -> NoReturn:
+    """Report a failure, and end the process at once. The first rank of torchrun or Slurm removes the run's folder."""
+    if gave_up := isinstance(error, RankFailedError) or cut_off(error):
+        time.sleep(FIRST_WORD)
+    if no_memory(error):
+        error = out_of_memory(error, "weights, gradients and the optimizer's state, before or after a step")
+    if isinstance(error, ShardcError):
+        if isinstance(error, OutOfMemoryError):
+            error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
+        _report(job, f"{error.text()}\n", error.to_json())
+    else:
+        where = place(error) or f"rank {os.environ.get('RANK', '0')}"
+        line = {"where": where, "what": one_line(error), "fix": "correct the code that raises it"}
+        _report(job, users_traceback(error, debug=job.debug), [line])
+    if job.joined and os.environ.get("LOCAL_RANK", "0") == "0":
         shutil.rmtree(job.folder, ignore_errors=True)
-    os._exit(status)
+    # 2: the input was wrong. After another rank's failure, or a wrong replica, a restart may succeed
+    wrong_input = isinstance(error, ShardcError) and not isinstance(error, ReplicasDifferError)
+    os._exit(GAVE_UP if gave_up else 2 if wrong_input else 1)
 
 
 def _report(job: Job, text: str, errors: list[dict[str, str]]) -> None:
-    """Report a failure to the launcher, which prints that of the rank that failed first.
-
-    Under torchrun or Slurm each rank prints its text, and with --json the first rank its errors.
-    """
-    if not job.joined and report_failure(text, errors):
+    """Print a failure, unless another rank did. With --json the launcher, or the first rank, prints its errors."""
+    report = functools.partial(print, text, end="", file=sys.stderr, flush=True)
+    if not job.joined:
+        report()  # `launch` shows a line of several ranks once
+        record_errors(Path(job.folder), errors)
         return
-    print(text, end="", file=sys.stderr, flush=True)
+    once(text, report)
     if job.quiet and os.environ.get("RANK", "0") == "0" and sys.__stdout__ is not None:
         print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 

@@ -88,12 +88,12 @@ def case(what: str, says: str) -> Callable[[Callable[[Rank], Any]], Callable[[Ra
     return keep
 
 
-@case("weights of a model that is not seeded", "the weight up.weight differs between rank 1")
+@case("weights of a model that is not seeded", "the weight up.weight differs between ranks 1")
 def _(r: Rank) -> None:
     r.engine(net(seed=int(r.odd)))
 
 
-@case("one number of one weight", "the weight down.weight differs between rank 1")
+@case("one number of one weight", "the weight down.weight differs between ranks 1")
 def _(r: Rank) -> None:
     model = net()
     with torch.no_grad():
@@ -312,7 +312,7 @@ def flip(x: torch.Tensor) -> None:
     x.detach().as_subclass(torch.Tensor).view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
 
 
-@case("a bit that flips in a weight", "after step 2: the weight up.bias differs between rank 1")
+@case("a bit that flips in a weight", "after step 2: the weight up.bias differs between ranks 1")
 def _(r: Rank) -> None:
     engine = r.engine(check_every=2)
     engine.step(BATCH)
@@ -342,7 +342,7 @@ def _(r: Rank) -> None:
     engine.save("not written")
 
 
-@case("a bit that flips in a weight of a module", "after step 1: the weight up.bias differs between rank 1")
+@case("a bit that flips in a weight of a module", "after step 1: the weight up.bias differs between ranks 1")
 def _(r: Rank) -> None:
     module = r.module(check_every=1)
     loss = module(**module.local(BATCH))

@@ -61,7 +61,7 @@ def test_equal_facts_pass_whatever_splits_them() -> None:
             lambda m: Fact("the part", m.coordinate("dp") * 9 + (m.rank == 2), ("dp",)),
             r"differs on rank 2 \(dp=0, tp=2\)",
         ),
-        (lambda m: Fact("lr", m.rank), r"lr differs between rank 0 .*rank 1 .*rank 2 .*rank 3 .* and 2 more"),
+        (lambda m: Fact("lr", m.rank), r"lr differs between ranks 0 .*, 1 .*, 2 .*, 3 .* and 2 more"),
     ],
 )
 def test_a_difference_is_an_error_on_every_rank(fact: Any, text: str) -> None:

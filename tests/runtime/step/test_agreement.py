@@ -68,7 +68,7 @@ def alone(call: str) -> Callable[[LoopbackMesh], None]:
     [
         (alone("export"), r"a step on rank 0, exporting on rank 3\n  fix: .* outside of `if rank == 0:`"),
         (alone("load"), "a step on rank 0, loading a checkpoint on rank 3"),
-        (modules, r"the part of the batch differs between rank 2 .* and rank 3 "),
+        (modules, r"the part of the batch differs between ranks 2 .*, 3 "),
     ],
 )
 def test_a_difference_between_ranks_is_an_error_on_all(work: Callable[[LoopbackMesh], None], what: str) -> None:

@@ -158,8 +158,8 @@ def test_the_last_step_of_a_loop(odd: str, end: str, tmp_path: Path) -> None:
 
     apart = {
         "factor": "the gradient of the loss in backward differs",
-        "rate": "the learning rate differs between rank 0.*0.1 on rank 0, 0.2 on rank 1",
-        "momentum": "the setting of the optimizer differs between rank 0",
+        "rate": "the learning rate differs between ranks 0.*0.1 on rank 0, 0.2 on rank 1",
+        "momentum": "the setting of the optimizer differs between ranks 0",
         "beside": "parameters that are not the module's",
         "parameter": "the weight up.bias differs" if end == "save" else "",  # a copy of weights costs no comparison
     }
