@@ -427,7 +427,7 @@ def pictures() -> dict[str, str]:
         program = shardc.compile(gpt.model(), gpt.batch(), spec, prove=False)
     layer = "graphPicture(units(D.after, moduleAt.get('blocks.0'), 'after', true), 'after')"
     title = f"blocks.0 on {program.mesh}: what a rank runs"
-    return {"layer.svg": Drawing(data(program, None, None)).picture(layer, title)}
+    return {"layer.svg": Drawing(data(program, program.cost(), None)).picture(layer, title)}
 
 
 def field_bugs() -> Blocks:

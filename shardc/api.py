@@ -146,7 +146,7 @@ class Program(ir.Program):
         proof and causes in the spec. device: as in `cost`. full: also layers equal to a shown one. Raises ShardcError
         for an unknown device.
         """
-        from shardc.report import html
+        from shardc.report.page import html
 
         return html(self, self.cost(device), self.prove(), full=full) if self.stages else html(self, full=full)
 

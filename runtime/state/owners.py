@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,12 +21,10 @@ from shardc.runtime.state.checkpoint_index import Index
 class Owners:
     """Every rank steps what it stores, so that nothing moves. A feature's owners step whole parameters.
 
-    moves: whether gradients go to owners. nbytes: that this rank sends in each message of a step. owned: what it steps
-    as their owner, {name in checkpoints: parameter}.
+    moves: whether gradients go to owners. owned: what it steps as their owner, {name in checkpoints: parameter}.
     """
 
     moves = False
-    nbytes: Sequence[int] = ()
     owned: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     @property

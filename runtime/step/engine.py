@@ -632,11 +632,6 @@ class Engine:
         """Steps done."""
         return self.rng.step
 
-    @property
-    def matrix_bytes(self) -> list[int]:
-        """Bytes that this rank sends in each message of a step that carries matrices to their owners, or back."""
-        return list(self._model.owners.nbytes)
-
     def check_schedule(self, steps: int) -> None:
         """Raise ShardcError if the learning-rate schedule ends before so many more steps."""
         if self._optimizer_half.schedulers is not None:

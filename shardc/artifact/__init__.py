@@ -185,18 +185,10 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     regions = {r.name for r in program.regions}
     unknown = spec is not None and spec.unknown_ops == "replicate"
 
-    def graph(name: str, types: dict[str, Value], form: Any, *, piped: bool = False, joint: bool = False) -> fx.Graph:
-        """Read a graph from its text. form: of what it returns."""
-        parsed = graph_of(
-            files.text(name),
-            program.mesh,
-            types,
-            files.path(name),
-            piped=piped,
-            joint=joint,
-            regions=regions,
-            unknown_ops=unknown,
-        )
+    def graph(name: str, types: dict[str, Value], form: Any, **how: bool) -> fx.Graph:
+        """Read a graph from its text. form: of what it returns; how: whether it is piped, or joint."""
+        place = files.path(name)
+        parsed = graph_of(files.text(name), program.mesh, types, place, regions=regions, unknown_ops=unknown, **how)
         if not _has_form(parsed.output_node().args[0], form):
             raise files.wrong(name, "it does not return the loss, and what the tables list beside it")
         return parsed

@@ -18,22 +18,21 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.artifact.repeated_layers import NOTHING, Folded, fold
+from shardc.artifact.repeated_layers import Fold
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.metadata import Collective, Value
-from shardc.ir.offload import HostCopy, OffloadPlaces
+from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.program import Program
 from shardc.ir.source import Source
-from shardc.ir.stage import Pair, Region
+from shardc.ir.stage import Edge, Pair, Region
 from shardc.ir.stored import Bucket, Buffer, Input, Param
 from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
@@ -55,68 +54,53 @@ EFFECTS = {ops.launch, ops.accumulate, ops.scatter}
 NO_TENSOR = "?"
 
 
-def function(
-    graph: fx.Graph, program: Program, name: str = "forward", left_out: Mapping[str, str] = MappingProxyType({})
-) -> str:
-    """Return a graph as the text of a Python function.
+def function(graph: fx.Graph, program: Program, name: str = "forward", fold: Fold | None = None) -> str:
+    """Return a graph as the text of a Python function. fold: leaves out nodes; None: all are shown.
 
-    left_out: nodes that are not shown, with the line in their place ("": none), as in `repeated_layers`.
     Raises ShardcError if a name of the model hides one of the text, TypeError for an argument without a written form.
     """
-    about = {x.name: x for x in program.stored}
+    about, fold = {x.name: x for x in program.stored}, fold or Fold(program, full=True)
     lines = [f"def {name}("]
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if node.name in left_out:
-                lines += _in_place(left_out[node.name], "    # ")
-                continue
-            x = about.get(node.name)
-            if (
-                x is None
-                and "value" in node.meta
-                and "collective" not in node.meta
-                and node.name not in ("mesh", "rng")
-            ):
-                lines.append(f"    {node.name},  # {value_text(node.meta['value'])}")  # of a stage's backward
-                continue
-            if node.name in RESERVED:
-                fix = "rename it in the model: programs call their ops by that name"
-                raise ShardcError(
-                    f"{node.name!r} cannot be the name of a parameter, buffer or input",
-                    where=what_is(x) if x else "",
-                    fix=fix,
-                )
-            kind = f"  # {value_text(node.meta['value'])}  {what_is(x)}".rstrip() if x is not None else ""
-            if "collective" in node.meta:  # a value of another stage
-                lines.append(f"    # {source_text(source_of(node))}")
-                kind = f"  # {comment(node)}"
-            lines.append(f"    {node.name},{kind}")
+    for node in fold.nodes(graph, "placeholder"):
+        if isinstance(node, str):
+            lines.append(f"    # {node}")
+            continue
+        x, value = about.get(node.name), node.meta.get("value")
+        if node.name in RESERVED:
+            raise ShardcError(
+                f"{node.name!r} cannot be the name of a parameter, buffer or input",
+                where=what_is(x) if x else "",
+                fix="rename it in the model: programs call their ops by that name",
+            )
+        kind = f"  # {value_text(value)}  {what_is(x)}".rstrip() if x is not None else ""
+        if "collective" in node.meta:  # a value of another stage
+            lines.append(f"    # {source_text(source_of(node))}")
+            kind = f"  # {comment(node)}"
+        elif x is None and "value" in node.meta and node.name not in ("mesh", "rng"):  # of a stage's backward
+            kind = f"  # {value_text(value)}"
+        lines.append(f"    {node.name},{kind}")
     lines.append("):")
     last = _last_uses(graph)
     header, header_source = source_text(Source()), (Source(), "")
-    for node in graph.nodes:
-        if node.op == "output":
-            lines.append(f"    return {_arg(node.args[0])}")
-        elif node.name in left_out and node.op == "call_function":
-            lines += _in_place(left_out[node.name], "    # ")
-        elif node.op == "call_function":
-            source, prefix = source_of(node), _of(node)
-            if (source, prefix) != header_source:
-                header_source = source, prefix
-                if (now := prefix + source_text(source)) != header:  # two sources may read the same
-                    header = now
-                    lines.append(f"    # {header}")
-            if node.target in EFFECTS:
-                lines.append(
-                    f"    {_call(node)}"
-                    + (f"  # {collective_text(node.meta['collective'])}" if "collective" in node.meta else "")
-                )
-            else:
-                lines.append(f"    {node.name} = {_call(node)}  # {comment(node)}")
-            gone = [n for n in last.get(node, ()) if n != node.name or node.target not in EFFECTS]
-            if gone:
-                lines.append(f"    del {', '.join(gone)}")
-    return "\n".join(lines) + "\n"
+    for node in fold.nodes(graph, "call_function"):
+        if isinstance(node, str):
+            lines.append(f"    # {node}")
+            continue
+        source, prefix = source_of(node), _of(node)
+        if (source, prefix) != header_source:
+            header_source = source, prefix
+            if (now := prefix + source_text(source)) != header:  # two sources may read the same
+                header = now
+                lines.append(f"    # {header}")
+        if node.target in EFFECTS:
+            sent = f"  # {collective_text(node.meta['collective'])}" if "collective" in node.meta else ""
+            lines.append(f"    {_call(node)}{sent}")
+        else:
+            lines.append(f"    {node.name} = {_call(node)}  # {comment(node)}")
+        gone = [n for n in last.get(node, ()) if n != node.name or node.target not in EFFECTS]
+        if gone:
+            lines.append(f"    del {', '.join(gone)}")
+    return "\n".join([*lines, f"    return {_arg(graph.output_node().args[0])}"]) + "\n"
 
 
 def _of(node: fx.Node) -> str:
@@ -124,11 +108,6 @@ def _of(node: fx.Node) -> str:
     if "of" not in node.meta:
         return ""
     return f"{node.meta['of']} {'again' if node.meta.get('repeats') else 'backward'}, "
-
-
-def _in_place(note: str, indent: str = "# ") -> list[str]:
-    """Return the comment lines in place of what is left out."""
-    return [f"{indent}{line}" for line in note.splitlines()]
 
 
 def what_is(x: Param | Buffer | Input) -> str:
@@ -177,22 +156,20 @@ def pair_name(p: Pair) -> str:
 
 def text(program: Program, *, full: bool = False) -> str:
     """Return the whole program as text. Equal layers are shown once, unless `full`."""
-    folded = NOTHING if full else fold(program)
-    lines = [*_head(program, folded), ""]
-    if program.stages:
-        often = f", {program.microbatches} times a step" if program.microbatches > 1 else ""
-        if program.prologue is not None:
-            lines += [f"# counts: what every rank adds up over the {program.microbatches} microbatches first"]
-            lines += [function(program.prologue.graph, program, program.prologue.name)]
-        for i, stage in enumerate(program.stages):
-            if i in folded.stages:
-                lines += [f"{line}\n" for line in _in_place(folded.stages[i])]
-                continue
-            code = function(stage.graph, program, stage.name, folded.nodes.get(stage.name, {}))
-            lines += [f"# {stage.name}: what {who(program, i)} runs{often}", code]
-    else:
-        code = function(program.graph, program, "single", folded.nodes.get("single", {}))
-        lines += ["# the model as one device runs it", code]
+    fold = Fold(program, full=full)
+    lines = [*_head(program, fold), ""]
+    if not program.stages:
+        lines += ["# the model as one device runs it", function(program.graph, program, "single", fold)]
+    elif program.prologue is not None:
+        lines += [f"# counts: what every rank adds up over the {program.microbatches} microbatches first"]
+        lines += [function(program.prologue.graph, program, program.prologue.name)]
+    often = f", {program.microbatches} times a step" if program.microbatches > 1 else ""
+    for x in fold.stages():
+        if isinstance(x, str):
+            lines.append(f"# {x}\n")
+        else:
+            lines.append(f"# {x[1].name}: what {who(program, x[0])} runs{often}")
+            lines.append(function(x[1].graph, program, x[1].name, fold))
     return "\n".join(lines)
 
 
@@ -205,7 +182,7 @@ def who(program: Program, stage: int) -> str:
     )
 
 
-def _head(program: Program, folded: Folded) -> Iterator[str]:
+def _head(program: Program, fold: Fold) -> Iterator[str]:
     mesh = program.mesh
     stages = f", {plural(len(program.stages), 'stage')}" if program.stages else ""
     yield f"# {program.meta.get('model', 'program')} on {mesh}: {plural(mesh.world, 'rank')}{stages}"
@@ -219,8 +196,7 @@ def _head(program: Program, folded: Folded) -> Iterator[str]:
         yield from (f"# {plain(line)}" for line in program.meta["shard"])
     yield from _offload(program.offload)
     yield "# parameters: name, type, axes its gradient is summed over, bucket"
-    for p in program.params:
-        yield from _in_place(folded.params[p.name], "#   ") if p.name in folded.params else [f"#   {param_text(p)}"]
+    yield from (f"#   {p if isinstance(p, str) else param_text(p)}" for p in fold.params())
     if program.buffers:
         yield "# buffers: name, type"
         yield from (f"#   {buffer_text(b)}" for b in program.buffers)
@@ -229,18 +205,12 @@ def _head(program: Program, folded: Folded) -> Iterator[str]:
     if program.outputs:
         yield f"# outputs{'' if program.forward_only else ' beside the loss'}: name, type"
         yield from (f"#   {output_text(o, program)}" for o in program.outputs)
-    for i, r in enumerate(program.regions):
-        whole = [f"# region {plain(r.name)}: {region_head(r)}"]
-        yield from _in_place(folded.regions[i]) if i in folded.regions else whole
-    for i, b in enumerate(program.buckets):
-        whole = [f"# bucket {i}: {bucket_text(b, program)}"]
-        yield from _in_place(folded.buckets[i]) if i in folded.buckets else whole
-    for i, e in enumerate(program.edges):
-        if i in folded.edges:
-            yield from _in_place(folded.edges[i])
-            continue
-        nbytes = size(sum(v.nbytes(program.mesh) for v in e.values))
-        yield f"# stage{e.source} -> stage{e.target}: {', '.join(e.names)}, {nbytes} a microbatch"
+    for r in fold.regions():
+        yield f"# {r if isinstance(r, str) else f'region {plain(r.name)}: {region_head(r)}'}"
+    for b in fold.buckets():
+        yield f"# {b if isinstance(b, str) else f'bucket {b[0]}: {bucket_text(b[1], program)}'}"
+    for e in fold.edges():
+        yield f"# {e if isinstance(e, str) else edge_text(e, program)}"
 
 
 def _offload(offload: OffloadPlaces) -> Iterator[str]:
@@ -304,6 +274,11 @@ def bucket_text(b: Bucket, program: Program) -> str:
     return f"{kept} split over {b.shard}: {params}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
 
 
+def edge_text(e: Edge, program: Program) -> str:
+    nbytes = size(sum(v.nbytes(program.mesh) for v in e.values))
+    return f"stage{e.source} -> stage{e.target}: {', '.join(e.names)}, {nbytes} a microbatch"
+
+
 def region_head(r: Region) -> str:
     where = f"in {plain(r.parent)}, " if r.parent else ""
     repeats = f" and {plural(r.again, 'collective')}" if r.again else ""
@@ -342,15 +317,10 @@ def comment(node: fx.Node) -> str:
     if "fused" in node.meta:
         parts.append(f"fused {node.meta['fused']}")
     if "copy" in node.meta:
-        parts.append(copy_text(node.meta["copy"]))
+        parts.append(f"copy {node.meta['copy'].bytes} {json.dumps(node.meta['copy'].cause)}")
     if "region" in node.meta:
         parts.append(region_text(node.meta["region"], node.meta.get("kept", ()), node.meta.get("again", 0)))
     return " | ".join(parts if collective is None else [*parts, collective_text(collective)])
-
-
-def copy_text(c: HostCopy) -> str:
-    """Return `copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`: the bytes and the cause."""
-    return f"copy {c.bytes} {json.dumps(c.cause)}"
 
 
 def region_text(region: str, kept: Sequence[str], again: int) -> str:

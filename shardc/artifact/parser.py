@@ -8,6 +8,7 @@ import json
 import operator
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,47 +60,45 @@ def source_of_text(comment: str) -> Source | None:
     return None
 
 
-def graph_of(
-    text: str,
-    mesh: Mesh,
-    types: Mapping[str, Value],
-    file: str = "program",
-    *,
-    piped: bool = False,
-    joint: bool = False,
-    regions: Collection[str] | None = None,
-    unknown_ops: bool = False,
-) -> fx.Graph:
+def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program", **how: Any) -> fx.Graph:
     """Return the graph of the only function in a text.
 
     types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text must agree.
-    piped: the function is a pipeline's stage: it takes some of them, and then values of other stages. joint: it is half
-    of a stage: it takes any of them, and others. regions: the names of existing regions; None: any. unknown_ops: also
-    allow ops without a rule. Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not
+    how: fields of Reader. Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not
     write. Lines are read one by one: nothing behind a wrong line is built.
     """
-    reader = _Reader(text, mesh, types, file, piped, joint)
-    reader.regions, reader.unknown_ops = regions, unknown_ops
-    return reader.run()
+    return Reader(text, mesh, types, file, **how).run()
 
 
 class MissingOpError(ShardcError):
     """A program calls a user's op that is not registered in this process."""
 
 
-class _Reader:
-    def __init__(self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str, piped: bool, joint: bool) -> None:
-        self.text, self.mesh, self.types, self.file = text, mesh, types, file
-        self.piped, self.joint = piped or joint, joint
-        self.of: dict[str, Any] = {}  # the forward op of the following lines of backward
-        self.lines = text.split("\n")
-        self.graph = fx.Graph()
-        self.env: dict[str, fx.Node] = {}
-        self.gone: dict[str, int] = {}  # deleted name -> line
-        self.seen: dict[str, Any] = {}
-        self.targets: dict[tuple[str, ...], Any] = {}
-        self.regions: Collection[str] | None = None
-        self.unknown_ops = False
+@dataclass
+class Reader:
+    """Reads one text.
+
+    piped: the function is a pipeline's stage: it takes some of the types, and then values of other stages. joint: it is
+    half of a stage: it takes any of them, and others. regions: the names of existing regions; None: any. unknown_ops:
+    also allow ops without a rule.
+    """
+
+    text: str
+    mesh: Mesh
+    types: Mapping[str, Value]
+    file: str
+    piped: bool = False
+    joint: bool = False
+    regions: Collection[str] | None = None
+    unknown_ops: bool = False
+    of: dict[str, Any] = field(default_factory=dict)  # the forward op of the following lines of backward
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[str, fx.Node] = field(default_factory=dict)
+    gone: dict[str, int] = field(default_factory=dict)  # deleted name -> line
+    targets: dict[tuple[str, ...], Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lines = self.text.split("\n")
 
     def wrong(self, line: int, what: str) -> ShardcError:
         return ShardcError(
@@ -191,7 +190,7 @@ class _Reader:
             arguments.append((argument[1], (argument[2] or "").strip(), at))
         taken = [name for name, _, _ in arguments]
         names = ["mesh", "rng", *self.types]
-        if self.piped:
+        if self.piped or self.joint:
             names = [n for n in names if n in taken] + [n for n in taken if n not in names]
         if taken != names:
             off = [f"{n!r} is missing" for n in names if n not in taken] + [
@@ -307,14 +306,12 @@ class _Reader:
 
     def _types(self, text: str, line: int) -> Any:
         """Return the type of a value, or the types of several; None for no tensor, in half of a stage."""
-        if text not in self.seen:
-            try:
-                self.seen[text] = (
-                    tuple(map(self._type, text[1:-1].split(" ; "))) if text.startswith("(") else self._type(text)
-                )
-            except ValueError as e:
-                raise self.wrong(line, str(e)) from None
-        return self.seen[text]
+        try:
+            if text.startswith("("):
+                return tuple(map(self._type, text[1:-1].split(" ; ")))
+            return self._type(text)
+        except ValueError as e:
+            raise self.wrong(line, str(e)) from None
 
     def _type(self, text: str) -> Value | None:
         if text == NO_TENSOR and self.joint:

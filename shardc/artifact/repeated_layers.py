@@ -10,8 +10,8 @@ A saved text is always complete.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -19,105 +19,107 @@ from torch import fx
 
 from shardc.ir.program import Program
 from shardc.ir.repeats import Repeats, graph_key, in_order, repeats
-from shardc.ir.stage import Stage
+from shardc.ir.stage import Edge, Region, Stage
+from shardc.ir.stored import Bucket, Param
 from shardc.ir.units import plural
 from shardc.layer_names import blank, enclosing_layers, ranges
 
-Notes = dict[str, str]
 T = TypeVar("T")
+#: What is shown in place of an item, and what it represents; None for an item that is shown itself.
+Like = tuple[str, str] | None
 
 
-@dataclass(frozen=True)
-class Folded:
-    """What a text leaves out: by kind, {name of a node or parameter, or index: the line in its place}.
+class Fold:
+    """A program without what only repeats: each method yields what is shown, and notes (texts) in place of the rest.
 
-    The line is "" for all but the first of a stretch.
+    full: all is shown.
     """
 
-    params: Mapping[str, str]
-    nodes: Mapping[str, Mapping[str, str]]  # by name of the stage; placeholders and ops
-    buckets: Mapping[int, str]
-    regions: Mapping[int, str]
-    edges: Mapping[int, str]
-    stages: Mapping[int, str]
+    def __init__(self, program: Program, *, full: bool) -> None:
+        self._program, self._full = program, full
+        self._equal = Repeats() if full else repeats(program)
+
+    def params(self) -> Iterator[Param | str]:
+        return self._layers([(p, [p.fqn]) for p in self._program.params])
+
+    def nodes(self, graph: fx.Graph, op: str) -> Iterator[fx.Node | str]:
+        """Yield the nodes of a kind, without layers of which an earlier one in this graph computes the same."""
+        nodes = [n for n in graph.nodes if n.op == op]
+        return iter(nodes) if self._full else self._layers([(n, self._equal.modules(n)) for n in nodes])
+
+    def buckets(self) -> Iterator[tuple[int, Bucket] | str]:
+        equal, param = self._equal, self._program.param
+
+        def key(b: Bucket) -> Hashable:
+            params = tuple((equal.shown(equal.names[n]), str(param(n).value)) for n in b.params)
+            return replace(b, params=(), stages=()), params
+
+        names = [f"bucket {i}" for i in range(len(self._program.buckets))]
+        return self._entries("bucket", list(enumerate(self._program.buckets)), names, lambda x: key(x[1]))
+
+    def regions(self) -> Iterator[Region | str]:
+        shown, regions = self._equal.shown, self._program.regions
+
+        def key(r: Region) -> Hashable:
+            return replace(r, name=shown(r.name), parent=shown(r.parent), cause=blank(r.cause))
+
+        return self._entries("region", regions, [r.name for r in regions], key)
+
+    def edges(self) -> Iterator[Edge | str]:
+        names = [f"stage{e.source} -> stage{e.target}" for e in self._program.edges]
+
+        def key(e: Edge) -> Hashable:
+            return tuple((str(v), v.requires_grad) for v in e.values)
+
+        return self._entries("edge", self._program.edges, names, key)
+
+    def stages(self) -> Iterator[tuple[int, Stage] | str]:
+        """Yield the stages with their numbers, without those that run what the stage before runs."""
+        numbered = enumerate(self._program.stages)
+        for _, equal in groupby(numbered, lambda x: x[0] if self._full else graph_key(x[1].graph)):
+            first, *others = equal
+            yield first
+            if others:
+                their = "its" if len(others) == 1 else "their"
+                yield f"{_together([s.name for _, s in others])}: as {first[1].name}, on {their} own layers"
+
+    def _layers(self, items: Sequence[tuple[T, Sequence[str]]]) -> Iterator[T | str]:
+        """Yield the items of layers. items: each with the modules that it belongs to."""
+        layers = {layer for _, modules in items for m in modules for layer in enclosing_layers(m)}
+        first = self._equal.first
+        shown: dict[str, str] = {}  # of equal layers, the first that has an item
+        for layer in sorted(layers, key=in_order):
+            shown.setdefault(first.get(layer, layer), layer)
+
+        def like(module: str) -> Like:
+            each = ((shown[first.get(layer, layer)], layer) for layer in enclosing_layers(module))
+            return next((pair for pair in each if pair[0] != pair[1]), None)
+
+        pairs = ((item, [like(m) for m in modules]) for item, modules in items)
+        return _shown("layer", ((item, each[-1] if each and all(each) else None) for item, each in pairs))
+
+    def _entries(
+        self, kind: str, items: Sequence[T], names: Sequence[str], key: Callable[[T], Hashable]
+    ) -> Iterator[T | str]:
+        """Yield the items of a list, without those that have the key of an earlier one."""
+        first: dict[Hashable, int] = {}
+        like = [first.setdefault(i if self._full else key(x), i) for i, x in enumerate(items)]
+        pairs = (None if one == i else (names[one], names[i]) for i, one in enumerate(like))
+        return _shown(kind, zip(items, pairs, strict=True))
 
 
-NOTHING = Folded({}, {}, {}, {}, {}, {})
-
-
-def fold(program: Program) -> Folded:
-    """Find the lines that only repeat."""
-    equal, stages = repeats(program), program.stages or (Stage(program.graph, "single"),)
-
-    def bucket(i: int) -> Hashable:
-        b = program.buckets[i]
-        params = tuple((equal.shown(equal.names[n]), str(program.param(n).value)) for n in b.params)
-        return replace(b, params=(), stages=()), params
-
-    def region(i: int) -> Hashable:
-        r = program.regions[i]
-        return replace(r, name=equal.shown(r.name), parent=equal.shown(r.parent), cause=blank(r.cause))
-
-    def edge(i: int) -> Hashable:
-        return tuple((str(v), v.requires_grad) for v in program.edges[i].values)
-
-    return Folded(
-        _layers([(p.name, [p.fqn]) for p in program.params], equal),
-        {s.name: _graph(s.graph, equal) for s in stages},
-        _entries("bucket", [f"bucket {i}" for i in range(len(program.buckets))], bucket),
-        _entries("region", [r.name for r in program.regions], region),
-        _entries("edge", [f"stage{e.source} -> stage{e.target}" for e in program.edges], edge),
-        _stages(program.stages),
-    )
-
-
-# --- layers
-
-
-def _graph(graph: fx.Graph, equal: Repeats) -> Notes:
-    """Return the placeholders and ops to leave out: an earlier layer of this graph computes the same."""
-    nodes: dict[str, list[fx.Node]] = {"placeholder": [], "call_function": []}
-    for n in graph.nodes:
-        nodes.get(n.op, []).append(n)
-    both = ([(n.name, equal.modules(n)) for n in of_kind] for of_kind in nodes.values())
-    return {name: note for items in both for name, note in _layers(items, equal).items()}
-
-
-def _layers(items: Sequence[tuple[str, Sequence[str]]], equal: Repeats) -> Notes:
-    """Return the items to leave out, with notes. items: (name, the modules that it belongs to)."""
-    layers = {layer for _, modules in items for m in modules for layer in enclosing_layers(m)}
-    shown: dict[str, str] = {}  # of equal layers, the first that has an item
-    for layer in sorted(layers, key=in_order):
-        shown.setdefault(equal.first.get(layer, layer), layer)
-
-    def like(module: str) -> tuple[str, str] | None:
-        each = ((shown[equal.first.get(layer, layer)], layer) for layer in enclosing_layers(module))
-        return next((pair for pair in each if pair[0] != pair[1]), None)
-
-    pairs = ((name, [like(m) for m in modules]) for name, modules in items)
-    return _notes("layer", ((name, each[-1] if each and all(each) else None) for name, each in pairs))
-
-
-def _notes(kind: str, items: Iterable[tuple[T, tuple[str, str] | None]]) -> dict[T, str]:
-    """Return what is left out, with the lines in its place. A single item is shown: its line is as long.
-
-    items: each with (what is shown, what it represents), or None.
-    """
-    gaps: list[list[tuple[T, tuple[str, str]]]] = [[]]
-    for item, pair in items:
-        if pair is not None:
-            gaps[-1].append((item, pair))
-        elif gaps[-1]:
-            gaps.append([])
-    notes: dict[T, str] = {}
-    for gap in gaps:
+def _shown(kind: str, items: Iterable[tuple[T, Like]]) -> Iterator[T | str]:
+    """Yield the items that are shown, and notes for stretches of others. A single one is shown: it is as long."""
+    for left_out, stretch in groupby(items, lambda x: x[1] is not None):
+        gap = list(stretch)
+        if not left_out or len(gap) == 1:
+            yield from (item for item, _ in gap)
+            continue
         like: dict[str, dict[str, None]] = {}
-        for _, (one, other) in gap:
+        for one, other in (pair for _, pair in gap if pair is not None):
             like.setdefault(one, {})[other] = None
-        if len(gap) > 1:
-            lines = (f"{plural(len(x), f'more {kind}')} like {one}: {_together(list(x))}" for one, x in like.items())
-            notes |= dict.fromkeys((item for item, _ in gap), "") | {gap[0][0]: "\n".join(lines)}
-    return notes
+        for one, others in like.items():
+            yield f"{plural(len(others), f'more {kind}')} like {one}: {_together(list(others))}"
 
 
 def _together(names: Sequence[str]) -> str:
@@ -130,25 +132,3 @@ def _together(names: Sequence[str]) -> str:
     if sum(len(c) > 1 for c in columns) > 1:
         return f"{names[0]} to {names[-1]}"
     return "".join(c[0] if len(c) == 1 else f"{{{ranges(c)}}}" for c in columns)
-
-
-# --- lists: buckets, regions, edges, stages
-
-
-def _entries(kind: str, names: Sequence[str], key: Callable[[int], Hashable]) -> dict[int, str]:
-    """Return the indices to leave out of a list, with notes: earlier entries have the same key."""
-    first: dict[Hashable, int] = {}
-    like = ((i, first.setdefault(key(i), i)) for i in range(len(names)))
-    return _notes(kind, ((i, None if one == i else (names[one], names[i])) for i, one in like))
-
-
-def _stages(stages: Sequence[Stage]) -> dict[int, str]:
-    """Return the pipeline stages to leave out, with notes: they run what the stage before runs."""
-    left_out: dict[int, str] = {}
-    for _, run in groupby(range(len(stages)), key=lambda i: graph_key(stages[i].graph)):
-        first, *others = run
-        if others:
-            names, their = _together([stages[i].name for i in others]), "its" if len(others) == 1 else "their"
-            left_out |= dict.fromkeys(others, "")
-            left_out[others[0]] = f"{names}: as {stages[first].name}, on {their} own layers"
-    return left_out

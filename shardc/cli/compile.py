@@ -26,7 +26,7 @@ def command(
 ) -> None:
     """Compile a model and a spec; write the artifact with -o, else print the program."""
     with common.reporting(named.debug, named.as_json) as show:
-        from shardc.report import to_json
+        from shardc.report.text import to_json
 
         if common.is_artifact(model := named.model):
             fix = "name a model file; `shardc inspect DIR` shows a compiled one"
@@ -49,16 +49,14 @@ def _summary(program: Program, output: Path) -> str:
     """Summarize a program: sizes, the stages, the verdict of its proof, the entries that `use:` made, notes."""
     from shardc.ir.units import size
     from shardc.layer_names import note_lines
-    from shardc.report.comm import bytes_sent
     from shardc.verify.static import prove_within
 
     total = size(sum(p.value.nbytes() for p in program.params))
-    local, sent = size(program.parameter_bytes()), size(bytes_sent(program))
-    most = "on the rank with most" if program.axis else ""
+    local, most = size(program.parameter_bytes()), "on the rank with most" if program.axis else "a rank"
     lines = [
         f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in"
         f" {program.meta.get('compile_seconds')} s",
-        f"parameters {total}, {local} {most or 'a rank'}; collectives of {sent} a step {most or 'and rank'}",
+        f"parameters {total}, {local} {most}",
     ]
     if program.axis:
         of_stages = [[p.fqn for p in program.params if i in p.stages] or ["-"] for i in range(len(program.stages))]

@@ -67,11 +67,11 @@ def command(
             covered = _coverage(named.model, named.batch, named.seq)
             show(str(covered), covered.to_json())
             return
-        from shardc import report
         from shardc.artifact import emit
-        from shardc.artifact.repeated_layers import fold
+        from shardc.artifact.repeated_layers import Fold
+        from shardc.report import comm as of_comm
         from shardc.report import cost as of_cost
-        from shardc.report import kept_activations
+        from shardc.report import kept_activations, text
         from shardc.report import scores as of_scores
         from shardc.report.memory_snapshot import snapshot
         from shardc.report.trace import trace as of_step
@@ -97,23 +97,22 @@ def command(
         elif memory:
             show(f"{of_cost.table(cost())}\n\n{kept_activations.table(cost())}", of_cost.to_json(cost()))
         elif joint:
-            text = program.joint(stage)
-            if not text:
+            graphs = program.joint(stage)
+            if not graphs:
                 fix = "leave --forward out"
                 raise ShardcError("this program is forward-only: it has no backward graph", where="--joint", fix=fix)
-            show(text, {"text": text})
+            show(graphs, {"text": graphs})
+        elif comm:
+            show(of_comm.comm_table(cost()), [r.to_json() for r in of_comm.comm_rows(cost())])
         elif as_json:
-            show(document=report.to_json(program))
+            show(document=text.to_json(program))
         elif diff:
             show(_difference(Path(folder), diff, named.model))
         elif before:
-            show(report.before(program, full=full))
-        elif comm:
-            show(report.comm_table(program, cost()))
+            show(text.before(program, full=full))
         elif stage is not None:
             chosen = program.stages[stage]
-            left_out = {} if full else fold(program).nodes[chosen.name]
-            show(emit.function(chosen.graph, program, chosen.name, left_out))
+            show(emit.function(chosen.graph, program, chosen.name, Fold(program, full=full)))
         elif written:
             show(f"written to {' and '.join(written)}")
         else:
@@ -142,12 +141,12 @@ def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
 
 def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool) -> None:
     """Write the HTML page. A program that is not compiled has no step to price and nothing to prove."""
-    from shardc import report
+    from shardc.report.page import html
 
     priced = cost() if program.stages else None
     with common.console.status("proving"):
         proof = program.prove() if program.stages else None
-    file.write_text(report.html(program, priced, proof, full=full), encoding="utf-8")
+    file.write_text(html(program, priced, proof, full=full), encoding="utf-8")
 
 
 def _schedule(cost: Cost, show: common.Show) -> None:

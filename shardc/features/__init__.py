@@ -16,7 +16,7 @@ passes      PASSES: the stage that each pass of the feature follows, and its own
 proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
             StandIns: the parameters that optimizers get (shardc.runtime.state.owners); assumed_optimizer: for costs;
-            messages: of a step; CAUSES: of these, by tag
+            CAUSES: of its collectives, by tag without a number
 
 A method of core that is a feature's alone (`engine.generate`) is a line there: `shardc.optional.needed` finds the
 feature's function, or says that the feature is not installed. A forward that is not the model's own is a

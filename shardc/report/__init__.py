@@ -4,28 +4,7 @@ comm, cost, timeline    collectives by axis and cause; memory over a step; when 
 trace, memory_snapshot  a step as a trace for Perfetto; its memory as a snapshot for torch's viewer
 scores                  the part of attention's scores that each rank computes
 kept_activations        what forward keeps for backward, layer by layer, and why
-page                    a program as one interactive HTML file, and all drawing; drawn_ops: which ops become boxes
+page                    a program as one interactive HTML file, and all drawing
 coverage, rule_table    ops of a model without a rule; all rules, and the results of their check
 device_table            the table of `shardc device`; comparison: where a run and the prediction differ
 """
-
-from typing import TYPE_CHECKING
-
-from shardc.names_loaded_later import names_loaded_later
-
-if TYPE_CHECKING:
-    from shardc.report.comm import Row, comm_rows, comm_table
-    from shardc.report.page import html
-    from shardc.report.text import before, to_json
-
-__all__ = ["Row", "before", "comm_rows", "comm_table", "html", "to_json"]
-
-# A rank of a run imports `comm` to count its collectives, but nothing that draws.
-__getattr__ = names_loaded_later(
-    __name__,
-    {
-        **dict.fromkeys(("Row", "comm_rows", "comm_table"), "shardc.report.comm"),
-        **dict.fromkeys(("before", "to_json"), "shardc.report.text"),
-        "html": "shardc.report.page",
-    },
-)

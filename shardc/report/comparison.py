@@ -8,6 +8,7 @@ from typing import Any
 from shardc.cost import Cost
 from shardc.cost.waterfall import Comparison, Difference, predicted
 from shardc.ir.units import seconds, size
+from shardc.report.aligned import aligned
 
 #: Number of ops that are shown, those that differ most.
 SHOWN = 8
@@ -20,7 +21,9 @@ def waterfall_table(cost: Cost) -> str:
     head = ["", *(f"rank {r.rank}" if len(cost.ranks) > 1 else "each rank" for r in cost.ranks)]
     rows = [[name, *(_short(lines.get(name, 0.0)) for lines in places)] for name in names]
     rows.append(["step", *(_short(sum(lines.values())) for lines in places)])
-    return "\n".join([f"on {cost.device.name}: {cost.step_words}, by what its seconds go to", *_aligned([head, *rows])])
+    return "\n".join(
+        [f"on {cost.device.name}: {cost.step_words}, by what its seconds go to", *aligned([head, *rows], "<>")]
+    )
 
 
 def comparison_table(found: Sequence[Comparison]) -> str:
@@ -36,8 +39,8 @@ def comparison_table(found: Sequence[Comparison]) -> str:
         for name, pair in (("a step's own", c.made), ("memory", c.memory), ("reserved", c.reserved)):
             if pair is not None:
                 rows.append([name, *map(size, pair), f"{pair[0] / max(pair[1], 1) - 1:+.1%}"])
-        texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{place}: {steps}", *_aligned(rows)]))
-        texts.append("\n".join(["ops that differ most", *_aligned([_HEAD, *map(_op, c.ops[:SHOWN])])]))
+        texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{place}: {steps}", *aligned(rows, "<>")]))
+        texts.append("\n".join(["ops that differ most", *aligned([_HEAD, *map(_op, c.ops[:SHOWN])], "<>")]))
     return "\n\n".join(texts)
 
 
@@ -80,8 +83,3 @@ def _short(s: float) -> str:
 
 def _signed(s: float) -> str:
     return f"+{seconds(s)}" if s >= 0 else f"-{seconds(-s)}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip() for first, *rest in rows]

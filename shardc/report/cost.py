@@ -17,6 +17,7 @@ from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.recorded import KINDS
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import seconds, size
+from shardc.report.aligned import aligned
 
 
 def table(cost: Cost) -> str:
@@ -30,17 +31,12 @@ def table(cost: Cost) -> str:
     lines.append([f"of {size(cost.device.memory)}", *(_share(cost, r) for r in cost.ranks)])
     if any(r.memory.host for r in cost.ranks):
         lines.append(["outside, at most", *(size(r.memory.host) for r in cost.ranks)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(cost.ranks) + 1)]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
+    first, *text = aligned(lines, "<>")
     where = [f"{_name(cost, r)}: the peak is at {peak_place(cost, r.memory)}" for r in cost.ranks]
     where = [_gpu_memory_text(cost), *where] if cost.device.kind == "gpu" else where
     where += [exposed] if (exposed := _exposed(cost)) else []
-    return "\n".join(
-        [f"live memory of one step on {cost.device.name}, at the peak", text[0], "-" * len(text[0]), *text[1:], *where]
-    )
+    head = f"live memory of one step on {cost.device.name}, at the peak"
+    return "\n".join([head, first, "-" * len(first), *text, *where])
 
 
 def _gpu_memory_text(cost: Cost) -> str:

@@ -7,17 +7,14 @@ from collections.abc import Iterable
 from shardc.cost.measured.device_file import MEASURED
 from shardc.ir.units import si, size
 from shardc.machine.device import Device
+from shardc.report.aligned import aligned
 
 HEAD = ("device", "memory", "bf16", "memory rate", "link in node", "link between", "node", "source")
 
 
 def device_table(devices: Iterable[Device]) -> str:
     rows = [HEAD, *map(_cells, devices)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:-1]), source])
-        for name, *numbers, source in rows
-    ]
+    lines = aligned(rows, "<>>>>>><")
     missing = [name for name in MEASURED if name not in {row[0] for row in rows}]
     if missing:
         lines.append(f"{' and '.join(missing)}: not measured on this machine yet (shardc device --measure)")

@@ -15,6 +15,7 @@ from shardc.cost.kept_activations import Kept, Want
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import plural, size
 from shardc.layer_names import layer_of
+from shardc.report.aligned import aligned
 
 #: Tensors of less than this share of a layer's bytes are counted in one line.
 SMALL = 0.01
@@ -65,11 +66,7 @@ def _rows(lines: Iterable[_Line]) -> list[str]:
     cells = [(size(x.nbytes), f"{100 * x.nbytes / total:.0f} %", x.op, x.type, x.why) for x in large]
     if small:
         cells.append((size(sum(x.nbytes for x in small)), "", plural(len(small), "small tensor"), "", ""))
-    widths = [max((len(c[i]) for c in cells), default=0) for i in range(4)]
-    return [
-        f"  {a.rjust(widths[0])}  {b.rjust(widths[1])}  {c.ljust(widths[2])}  {d.ljust(widths[3])}  {e}".rstrip()
-        for a, b, c, d, e in cells
-    ]
+    return [f"  {line}" for line in aligned(cells, ">><")]
 
 
 def _line(x: Kept, layer: str) -> _Line:

@@ -8,6 +8,7 @@ model.layers.*.self_attn: 8 heads of 4096 queries and 4096 keys, causal, ring ov
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,16 +100,9 @@ def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
     masked = len(call.operands) > 3
     ring: Collective | None = node.meta.get("collective")
     method = "ring" if ring else "keys of all ranks" if over else "heads split" if local_heads < heads else "whole"
-    rows = tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(_ranks(over)))
+    rows = tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(math.prod(n for _, n in over)))
     sizes = (local_heads, heads), q.shape[-2], k.shape[-2]
     return *sizes, band, masked, over, method, ring.bytes if ring else 0, rows
-
-
-def _ranks(over: tuple[tuple[str, int], ...]) -> int:
-    n = 1
-    for _, size_ in over:
-        n *= size_
-    return n
 
 
 def _rows(layout: Layout, length: int, dim: int, mesh: Mesh, rank: int) -> tuple[Span, ...]:

@@ -8,7 +8,6 @@ from typing import Any
 from shardc.artifact import emit
 from shardc.ir.program import Program
 from shardc.ir.type_text import show
-from shardc.report.comm import comm_rows
 
 
 def before(program: Program, *, full: bool = False) -> str:
@@ -49,5 +48,4 @@ def to_json(program: Program) -> dict[str, Any]:
             for n in s.graph.nodes
             if "collective" in n.meta
         ],
-        "per_step": [asdict(r) for r in comm_rows(program)],
     }

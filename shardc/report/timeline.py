@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from shardc.runtime import schedule as schedules
-from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
+from shardc.runtime.schedule import Action, Schedule, Slot, Timeline
 
 #: One colour for each kind.
 _INKS = {
@@ -36,17 +35,8 @@ _NAMES = {
 _LETTERS = {"FB": "F+B", "FF": "F+F"}
 
 
-def draw(
-    schedule: Schedule, costs: Costs | None = None, edges: schedules.Edges | None = None, *, width: int | None = None
-) -> Text:
-    """Draw a schedule, one row for each rank.
-
-    costs: None: F, I and W take 1 each. width: columns to fit in; None: every action is shown with its name.
-    """
-    return text(schedules.timeline(schedule, costs, edges), width=width)
-
-
 def text(t: Timeline, *, width: int | None = None) -> Text:
+    """Draw a timeline, one row for each rank. width: columns to fit in; None: every action is shown with its name."""
     s = t.schedule
     heads = [f"rank {r}  {_stages(s, r)}" for r in range(s.ranks)]
     tails = [f"{100 * t.bubble(r):5.1f} %  {live:5}" for r, live in enumerate(t.live)]

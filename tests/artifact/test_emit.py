@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc import report
 from shardc.api import Program
 from shardc.artifact import emit, parser
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.source import Source
 from shardc.ir.stage import Stage
+from shardc.report.text import before
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import example_text, zoo
 from tests.test_equal import spec_of
@@ -56,8 +56,7 @@ def test_golden_program(golden: Callable[[str, str], None]) -> None:
 def test_golden_files(golden: Callable[[str, str], None]) -> None:
     p = example_text.program()
     golden("written_stage0.py.txt", emit.module(p.stages[0].graph, p, "stage0: what every rank runs."))
-    golden("written_before.txt", report.before(p))
-    golden("written_comm.txt", report.comm_table(p) + "\n")
+    golden("written_before.txt", before(p))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -192,7 +191,7 @@ def test_the_artifact_comes_back_the_same(name: str, tmp_path: Path) -> None:
     first.save(tmp_path / "out")
     again = shardc.load(tmp_path / "out")
     assert str(again) == str(first)
-    assert report.before(again) == report.before(first)
+    assert before(again) == before(first)
     assert (again.params, again.buffers, again.inputs, again.buckets) == (
         first.params,
         first.buffers,

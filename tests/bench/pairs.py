@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import shardc
 from shardc.cost.step import Cost
-from shardc.report.comm import timed
+from shardc.report.comm import comm_rows
 
 Seconds = defaultdict[str, float]
 
@@ -71,10 +71,10 @@ def simulated(make: Any, rows: int, microbatches: int, spec: dict[str, Any]) -> 
     cost = shardc.compile(model, {"input_ids": ids, "labels": ids}, full, prove=False).cost("h100-80g")
     takes: Seconds = defaultdict(float)
     waits: Seconds = defaultdict(float)
-    for (_, way, kind, _), t in timed(cost).items():
-        for key in (way, kind, "all"):
-            takes[key] += t.seconds
-            waits[key] += t.exposed
+    for r in comm_rows(cost):
+        for key in (r.direction, r.kind, "all"):
+            takes[key] += r.seconds or 0.0
+            waits[key] += r.exposed or 0.0
     return cost, takes, waits
 
 

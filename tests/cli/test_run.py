@@ -211,7 +211,7 @@ def test_the_spec_says_how_to_run_and_options_win(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "log" / "steps.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert {"seconds", "data_wait", "tflops", "bytes", "loss", "grad_norm", "lr", "memory_mb"} <= lines[-1].keys()
-    assert lines[-1]["bytes"] == {"tp": 256}
+    assert lines[-1]["bytes"] == {"tp": 256 + 4}  # with the norm of gradients
     trace = json.loads((folder / "log" / "trace-step2-rank0.json").read_text())
     ranges = {e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"}
     assert {"linear up", "linear_1 down", "linear_1_sum down"} <= ranges

@@ -15,7 +15,7 @@ from shardc.ir.metadata import CommRecord
 from shardc.machine.clock import Clock, Flight, Flights
 from shardc.machine.device import Device, Reaches
 from shardc.machine.work import Op, Part, Sent, Waited
-from shardc.report import comm_table
+from shardc.report.comm import comm_table
 from tests.cost.link_simulator import Links, padded
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -198,7 +198,7 @@ def test_the_table_says_what_hides_a_collective() -> None:
     spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}}
     program = shardc.compile(Pair(), torch.randn(4, 8), spec)
     cost = program.cost(UNIT)
-    lines = comm_table(program, cost).splitlines()
+    lines = comm_table(cost).splitlines()
     assert lines[0].split()[-4:] == ["takes", "exposed", "behind", "cause"]
     (backward,) = [line for line in lines if "backward  " in line]
     assert "256.00 s" in backward

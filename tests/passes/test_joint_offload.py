@@ -226,7 +226,7 @@ def test_copies_have_a_price() -> None:
     assert {s.record.kind for s in spans} == {"offload", "reload"}
     for s in spans:
         assert s.seconds == pytest.approx(device("h100-80g").copy_seconds(s.record.bytes))
-    assert "host link  forward    offload" in comm_table(program, cost)
+    assert "host link  forward    offload" in comm_table(cost)
     free = device("h100-80g").model_copy(update={"host_link": None})
     assert program.cost(free).exposed.get("host link", 0) == 0
 

@@ -17,7 +17,7 @@ from shardc.machine.clock import Clock
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.seconds import Seconds
-from shardc.report.comm import timed
+from shardc.report.comm import comm_rows
 from tests import zoo
 
 seconds_module: Any = importlib.import_module("shardc.passes.joint.seconds")
@@ -80,7 +80,7 @@ def without_overlap(program: Any) -> Any:
 
 def test_backward_waits_for_less_than_half_of_what_it_waits_for_without_overlap(program: Any) -> None:
     def exposed(p: Any) -> float:
-        return sum(t.exposed for (_, way, *_), t in timed(p.cost("h100-80g")).items() if way == "backward")
+        return sum(r.exposed or 0.0 for r in comm_rows(p.cost("h100-80g")) if r.direction == "backward")
 
     plain = exposed(without_overlap(program))
     assert 0 < exposed(program) < plain / 2
@@ -212,7 +212,7 @@ def test_exchanges_of_experts_run_beside_a_shared_expert() -> None:
     program = shardc.compile(model, {"x": torch.empty(8 * 4096, 4096, device="meta")}, spec, prove=False)
 
     def exposed(program: Any) -> float:
-        rows = timed(program.cost("h100-80g")).items()
-        return sum(t.exposed for (axis, _, kind, *_), t in rows if (axis, kind) == ("ep", "all_to_all"))
+        rows = comm_rows(program.cost("h100-80g"))
+        return sum(r.exposed or 0.0 for r in rows if (r.axes, r.kind) == ("ep", "all_to_all"))
 
     assert 0 < exposed(program) < exposed(without_overlap(program)) / 2

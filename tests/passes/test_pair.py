@@ -21,7 +21,7 @@ from shardc.ir.stage import second_prefix
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.seconds import Seconds
-from shardc.report.comm import timed
+from shardc.report.comm import comm_rows
 from shardc.runtime import ops
 from shardc.runtime.schedule import of as schedule_of
 from shardc.verify.static.joint_graphs import halves
@@ -285,7 +285,7 @@ def _waited(model: nn.Module, width: int, spec: dict[str, Any], how: Any) -> tup
     full = {"shardc": 1, **spec, "batch": {"microbatches": 4}, "execution": how}
     program = shardc.compile(model, {"x": torch.empty(4 * 8192, width, device="meta")}, full, prove=False)
     cost = program.cost("h100-80g")
-    return sum(t.exposed for t in timed(cost).values()), cost.memory.peak
+    return sum(r.exposed or 0.0 for r in comm_rows(cost)), cost.memory.peak
 
 
 def test_forward_waits_for_less_than_half_beside_a_backward() -> None:
@@ -314,7 +314,7 @@ def test_a_forward_waits_for_less_beside_another_and_takes_no_more_memory_than_b
         full = {"shardc": 1, **spec, "batch": {"microbatches": 2}, "execution": how}
         batch = {"x": torch.empty(2 * 8192, 8192, device="meta")}
         cost = shardc.compile(model, batch, full, prove=False).cost("h100-80g")
-        forward = sum(t.exposed for (_, way, *_), t in timed(cost).items() if way == "forward")
+        forward = sum(r.exposed or 0.0 for r in comm_rows(cost) if r.direction == "forward")
         return forward, cost.memory.peak
 
     (alone, one), (beside, both) = waited({}), waited(FORWARDS)

@@ -130,7 +130,7 @@ def test_skips_and_links_without_gradients() -> None:
 
 
 def test_the_text_of_a_timeline() -> None:
-    text = drawn.draw(make("1f1b", stages=3, ranks=3, microbatches=4)).plain
+    text = drawn.text(timeline(make("1f1b", stages=3, ranks=3, microbatches=4))).plain
     assert (
         text == "1f1b: 3 stages on 3 ranks, 4 microbatches; bubble 33.3 %\n"
         "\n"
@@ -144,7 +144,7 @@ def test_the_text_of_a_timeline() -> None:
 
 
 def test_several_stages_a_rank_are_named() -> None:
-    text = drawn.draw(make("zb-v", stages=4, ranks=2, microbatches=3)).plain
+    text = drawn.text(timeline(make("zb-v", stages=4, ranks=2, microbatches=3))).plain
     assert "rank 0  stages 0, 3  0F0 0F1 0F2 3F0 3I0 3W0" in text
     assert "stage, kind, microbatch: F forward, B backward, I gradients of inputs, W gradients of weights" in text
 
@@ -152,7 +152,7 @@ def test_several_stages_a_rank_are_named() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_a_long_timeline_fits_a_terminal(name: str) -> None:
     made = make(name, stages=8, ranks=4, microbatches=100)
-    lines = drawn.draw(made, width=100).plain.splitlines()
+    lines = drawn.text(timeline(made), width=100).plain.splitlines()
     rows = [line for line in lines if line.startswith("rank")]
     assert len(rows) == 4
     assert len({len(r) for r in rows}) == 1
@@ -161,7 +161,7 @@ def test_a_long_timeline_fits_a_terminal(name: str) -> None:
 
 
 def test_kinds_have_colours_of_their_own() -> None:
-    text = drawn.draw(make("zb-h1", stages=2, ranks=2, microbatches=2))
+    text = drawn.text(timeline(make("zb-h1", stages=2, ranks=2, microbatches=2)))
     styles = {text.plain[s.start : s.start + 1]: s.style for s in text.spans if text.plain[s.start] in "FBIW"}
     assert set(styles) == set("FBIW")
     assert len(set(styles.values())) == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from shardc.api import Program
 from shardc.cost.measured.device_file import device, measured_file, names
 from shardc.machine.flops import flops_of
-from shardc.report.comm import comm_rows
 from shardc.runtime.mesh import RankMesh
 from shardc.runtime.mesh.step_context import StepContext
 from shardc.torch_private import TorchDispatchMode
@@ -51,19 +50,29 @@ def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
 class Meter:
     """The constants of a step from which speeds are computed.
 
-    samples, tokens: of a global batch (tokens is None without any). bytes: of this rank's collectives, by axis. flops:
-    of this rank's products in a step. moved: bytes of each message of the optimizer's matrices.
+    samples, tokens: of a global batch (tokens is None without any). Of a step on this rank, when one was counted:
+    flops: of its products; bytes: of its collectives, by axis.
     """
 
-    flops = 0
-
-    def __init__(self, program: Program, mesh: RankMesh, moved: Sequence[int]) -> None:
+    def __init__(self, program: Program, mesh: RankMesh) -> None:
         self.samples, self.tokens = max((x.shape[0] for x in program.inputs if x.shape), default=1), program.tokens
-        self._peak = peak_flops(program, mesh.device)
+        self._mesh, self._peak = mesh, peak_flops(program, mesh.device)
+        self.flops, self.bytes = 0, dict[str, int]()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the products and collectives of a step."""
+        self._mesh.recording = True
+        try:
+            with ModelFlops(self._mesh.step) as counted:
+                yield
+        finally:
+            self._mesh.recording = False
         total: Counter[str] = Counter()
-        for row in comm_rows(program, mesh.coordinate(program.axis) if program.axis else None, moved):
-            total[row.axes] += row.bytes
-        self.bytes = dict(total)
+        for r in self._mesh.records:
+            total[r.axis] += r.bytes
+        self.flops, self.bytes = counted.flops, dict(total)
+        self._mesh.records.clear()
 
     def speed(self, steps: float) -> dict[str, float]:
         """Return samples a second, and tokens a second if the model has any. steps: steps a second."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardc.cli.ranks.step_lines import StepLines
-from shardc.cli.ranks.step_metrics import Meter, ModelFlops, timed_ops
+from shardc.cli.ranks.step_metrics import Meter, timed_ops
 from shardc.cli.ranks.training_data import Batches
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
@@ -85,7 +85,7 @@ class Training:
 
     @functools.cached_property
     def meter(self) -> Meter:
-        return Meter(self.engine.program, self.engine.mesh, self.engine.matrix_bytes)
+        return Meter(self.engine.program, self.engine.mesh)
 
     def run(self) -> list[float]:
         """Train up to the last step; return the losses. Raises Interrupted, or an error of the user's code."""
@@ -121,10 +121,11 @@ class Training:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Count the products of the first step; record traces, snapshots and op times of the chosen steps."""
+        """Count the first step; record traces, snapshots and op times of the chosen steps."""
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
-            counted = stack.enter_context(ModelFlops(mesh.step)) if not self.meter.flops else None
+            if not self.meter.flops:
+                stack.enter_context(self.meter.counting())
             # only on one rank of each stage: the others do the same
             others = (c for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis)
             first, name = not any(others), f"step{step}-rank{mesh.rank}"
@@ -135,8 +136,6 @@ class Training:
             if first and step in self.settings.breakdown:
                 stack.enter_context(timed_ops(Path(self.settings.log), step, mesh))
             yield
-        if counted is not None:
-            self.meter.flops = counted.flops
 
     def _step(self, batch: Any) -> Any:
         """Run one step. If a save in the background failed, report it and go on: the next may succeed."""

@@ -55,15 +55,6 @@ def axes_of(bucket: Bucket, rounded: Rounded, names: tuple[str, ...]) -> tuple[s
     return tuple(sorted(axes, key=lambda a: next(i for i, n in enumerate(names) if n.partition(".")[0] == a or n == a)))
 
 
-def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tuple[str, ...], int]:
-    """Return the bytes of the all_reduces of one gather, by axes."""
-    sizes: dict[tuple[str, ...], int] = {}
-    for shape, how in zip(flat.shapes, bucket.rounded, strict=True):
-        axes = axes_of(bucket, how, names)
-        sizes[axes] = sizes.get(axes, 0) + 4 * math.prod(rounding.granules(shape, how.granule))
-    return sizes
-
-
 @dataclass(frozen=True)
 class _Stretch:
     """A rank's shard of one parameter, and its granules: rows first .. last of the first dim."""

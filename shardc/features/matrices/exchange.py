@@ -34,29 +34,6 @@ class _BucketPieces:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """The messages of one rank. buckets: matrices and dtype; there, back: pieces to owners and from them."""
-
-    buckets: list[tuple[list[Matrix], torch.dtype]]
-    there: list[_BucketPieces]
-    back: list[_BucketPieces]
-
-
-def planned(routes: Routes, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> Planned:
-    """Plan the messages, without those of a rank to itself. limit: bytes in a bucket for each rank."""
-    buckets = list(_buckets(routes.matrices, dtypes, (limit or BUCKET) * len(routes.ranks)))
-    there = [_without_own(_BucketPieces(*routes.to_owners(some)), routes.here) for some, _ in buckets]
-    back = [_without_own(_BucketPieces(*routes.from_owners(some)), routes.here) for some, _ in buckets]
-    return Planned(buckets, there, back)
-
-
-def bytes_sent(plan: Planned) -> list[int]:
-    """Return the bytes that the rank sends in each message."""
-    ways = (zip(plan.buckets, way, strict=True) for way in (plan.there, plan.back))
-    return [dtype.itemsize * sum(w.counts[0]) for each in ways for (_, dtype), w in each]
-
-
-@dataclass(frozen=True)
 class _Flight:
     """The running messages of one bucket. sent: is kept until they have arrived."""
 
@@ -67,13 +44,14 @@ class _Flight:
 
 
 class Exchange:
-    """The exchange of one rank. dtypes: of the parameters, by placeholder name. .nbytes: sent in each message."""
+    """The exchange of one rank. dtypes: of the parameters, by placeholder name."""
 
     def __init__(self, routes: Routes, mesh: Any, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> None:
         self._routes, self._mesh = routes, mesh
-        plan = planned(routes, dtypes, limit)
-        self._buckets, self._there, self._back = plan.buckets, plan.there, plan.back
-        self.nbytes = bytes_sent(plan)
+        #: Matrices and dtype of each; then the pieces of each to owners, and from them.
+        self._buckets = list(_buckets(routes.matrices, dtypes, (limit or BUCKET) * len(routes.ranks)))
+        self._there = [_without_own(_BucketPieces(*routes.to_owners(some)), routes.here) for some, _ in self._buckets]
+        self._back = [_without_own(_BucketPieces(*routes.from_owners(some)), routes.here) for some, _ in self._buckets]
         self._own = [p for m in routes.matrices for p in self._stored_pieces(m)]
 
     def _stored_pieces(self, m: Matrix) -> Iterator[Piece]:

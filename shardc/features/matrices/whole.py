@@ -76,7 +76,6 @@ class WholeMatrices(Owners):
             n: nn.Parameter(torch.empty(m.shape, dtype=stored[m.param].dtype, device=stored[m.param].device))
             for n, m in self.matrices.items()
         }
-        self.nbytes = self.exchange.nbytes
         self._sent = {p.matrix.param for p in self.exchange.read}
         self._sending = Sending(self.exchange, "update")
         self._offload, self._versions = offload, 0

@@ -21,7 +21,7 @@ function exposure(m) {
 
 /** Return in words how much of a message's time the rank waits. */
 function exposedText(m) {
-  if (!isTimed(m)) return ways(m).some((w) => w.kind === "send_recv") ? "waits: see the timeline" : "no device: no times";
+  if (!isTimed(m)) return ways(m).length ? "waits: see the timeline" : "sends nothing";
   const all = secondsOf(m), waited = exposedOf(m);
   return exposure(m) === "h" ? `hidden, ${seconds(all)}` : waited > 0.99 * all ? `exposed, ${seconds(all)}` : `exposed ${seconds(waited)} of ${seconds(all)}`;
 }

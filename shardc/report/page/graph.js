@@ -46,7 +46,7 @@ function sheet(key, module) {
 
 // --- boxes
 
-/** Return the boxes of a module: {list, all}. A box is {ops, title, lines, kind, uses}. typed: with types of results. */
+/** Return the boxes of a module: {list, all}. A box is {ops, title, lines, kind, uses}. typed: with types of results instead of times. */
 function units(ops, module, key, typed = false) {
   const inside = (path) => module.path === "" || path === module.path || path.startsWith(`${module.path}.`);
   // inputs are boxes only in the graph of the whole model
@@ -79,6 +79,7 @@ function units(ops, module, key, typed = false) {
   for (const unit of list) {
     describe(unit, ops, module, key);
     if (typed && unit.type && unit.kind !== "ghost") unit.lines.push(`→ ${unit.type}`);
+    else if (unit.kind === "message") unit.lines.push(exposedOfAll(D.messages[unit.messages[0]]));
   }
   for (const given of ghosts.values()) describeGhost(given, ops, module);
   for (const given of next.values()) { given.title = given.about; given.lines = []; }
@@ -165,7 +166,7 @@ function describe(unit, ops, module, key) {
     unit.back = onlyBackward(m);
     unit.title = `${kindOf(m)} over ${axesOf(m)}`;
     const biggest = Math.max(0, ...ways(m).map((w) => w.bytes));
-    unit.lines = [`${size(biggest)}${unit.back ? ", in backward" : ways(m).some((w) => w.direction === "backward") ? ", and in backward" : ""}`, ...(F.device ? [exposedOfAll(m)] : [])];
+    unit.lines = [`${size(biggest)}${unit.back ? ", in backward" : ways(m).some((w) => w.direction === "backward") ? ", and in backward" : ""}`];
     return;
   }
   if (first.op === "layers") {

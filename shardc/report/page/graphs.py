@@ -9,6 +9,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -17,9 +18,14 @@ from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.repeats import Repeats
 from shardc.layer_names import enclosing_layers, ranges
-from shardc.report.drawn_ops import bucket_of, is_view, op_name, traced
 from shardc.runtime import ops
 
+#: Ops that compute nothing: their users are drawn as users of their operand.
+_VIEWS = {
+    "alias", "clone", "contiguous", "detach", "expand", "flatten", "getitem", "narrow", "permute", "reshape", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "to_partial", "transpose", "unflatten",
+    "unsqueeze", "view", "chunk", "unbind",
+}  # fmt: skip
 #: Ops that only pass on the result of an op that was started.
 _PLUMBING = (ops.wait, ops.gather_wait, ops.updated)
 
@@ -136,7 +142,7 @@ class Graph:
         uses: dict[int, None] = {}
         params: dict[int, None] = {}
         for operand in n.all_input_nodes:
-            x, weight = drawn(operand), traced(operand)
+            x, weight = drawn(operand), drawn(operand, through_gathers=True)
             if weight.op == "placeholder" and weight.name in self._params:
                 params.setdefault(self._params[weight.name])
             if x in self._box:
@@ -144,16 +150,47 @@ class Graph:
         return list(uses), list(params)
 
 
-def drawn(n: fx.Node) -> fx.Node:
-    """Return the op that a value is drawn from, through views and waits.
+def drawn(n: fx.Node, *, through_gathers: bool = False) -> fx.Node:
+    """Return the op that a value is drawn from, through views and waits; for a gathered parameter, the gather's start.
 
-    For a gathered parameter, that is the start of the gather.
+    through_gathers: for that, the parameter.
     """
-    while n.op == "call_function" and (is_view(n) or n.target is ops.wait):
-        if n.target is operator.getitem and (bucket := bucket_of(n.args[0])) is not None:
-            return bucket
-        n = n.all_input_nodes[0]
+    while n.op == "call_function":
+        gather = _gather(n.args[0]) if n.target is operator.getitem else None
+        if gather is not None and not through_gathers:
+            return gather
+        if gather is not None:
+            n = gather.args[0][n.args[1]]  # type: ignore[index, assignment]
+        elif is_view(n) or n.target is ops.wait or (through_gathers and "collective" in n.meta and of_parameter(n)):
+            n = n.all_input_nodes[0]
+        else:
+            break
     return n
+
+
+def _gather(n: object) -> fx.Node | None:
+    """Return the op that starts on a bucket's parameters, for the op that returns them whole; else None."""
+    if not isinstance(n, fx.Node) or n.target not in (ops.gather_wait, ops.updated):
+        return None
+    started: Any = n.args[0] if n.target is ops.gather_wait else n
+    return started if isinstance(started, fx.Node) else None
+
+
+def of_parameter(n: fx.Node) -> bool:
+    """Return whether a collective is on a parameter, by the parameter's type."""
+    source = n.all_input_nodes[0]
+    value = source.meta.get("value")
+    return source.op == "placeholder" and "collective" not in source.meta and bool(value and value.requires_grad)
+
+
+def op_name(n: fx.Node) -> str:
+    """Return the short name of an op: `linear` for `aten.linear.default`."""
+    name = getattr(n.target, "__name__", str(n.target))
+    return name.split(".")[0].lstrip("_")
+
+
+def is_view(n: fx.Node) -> bool:
+    return op_name(n) in _VIEWS
 
 
 def graphs(

@@ -6,7 +6,7 @@ const KINDS = { parameters: "#5b7fb5", optimizer: "#8db4e8", gradients: "#8fc99a
 /** Draw the memory panel. wide: width of a picture in pixels. */
 function memoryPanel(wide) {
   const m = D.memory;
-  if (!m) return el("p", { class: "hint" }, "No device is known, so there is no memory. `shardc inspect --html FILE --device h100-80g` runs a step without data and counts every tensor.");
+  if (!m) return el("p", { class: "hint" }, "This program is not compiled: it has no step.");
   const kinds = Object.keys(KINDS).filter((k) => m.panels.some((p) => p.curve[k]));
   const peak = Math.max(...m.panels.map((p) => p.peak));
   return [

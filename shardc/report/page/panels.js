@@ -37,7 +37,7 @@ function overviewPanel() {
     el("div", { class: "legend" }, kinds.map(([k, n]) => mark(KINDS[k], `${k} ${size(n)}`))), el("p", { class: "soft" }, `at ${worstPanel.where}${keptBy(worstPanel) ? `; activations of at most ${several(Number(keptBy(worstPanel)), "microbatch", "microbatches")} are kept` : ""}`)));
   }
   const worst = D.messages.filter(ways_).sort((a, b) => exposedOf(b) - exposedOf(a) || bytesOf(b) - bytesOf(a)).slice(0, 5);
-  cards.push(el("section", {}, el("h2", {}, F.device ? "Collectives that a step waits for longest" : "The largest collectives", F.axis ? ", all stages added up" : ""), worst.length ? messageList(worst) : el("p", { class: "soft" }, "None: ranks send nothing to each other.")));
+  cards.push(el("section", {}, el("h2", {}, "Collectives that a step waits for longest", F.axis ? ", all stages added up" : ""), worst.length ? messageList(worst) : el("p", { class: "soft" }, "None: ranks send nothing to each other.")));
   cards.push(el("section", {}, el("h2", {}, "How weights are split"), el("div", {}, splitSummary())));
   D.scores.forEach((s) => cards.push(el("section", {}, el("h2", {}, `Attention of ${s.modules.join(", ")}`), el("p", { class: "soft" }, `${s.about}. ${s.work}`), scoresPicture(s))));
   cards.push(el("section", {}, el("h2", {}, "Inputs"), el("ul", {}, D.inputs.map((i) => thing(el("li", {}, `${i.name} `, code(i.type)), "", i.lines)))));

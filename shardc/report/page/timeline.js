@@ -9,7 +9,7 @@ const view = { zoom: 1, open: new Set([0]), run: null };
 
 function timelinePanel() {
   const t = D.timeline;
-  if (!t) return el("p", { class: "hint" }, "No device is known, so there are no times. `shardc inspect --html FILE --device h100-80g` runs a step without data and times it.");
+  if (!t) return el("p", { class: "hint" }, "This program is not compiled: it has no step.");
   const several_ = t.rows.length > 1;
   const tools = el("div", { class: "bar-of-tools" },
     el("b", {}, `${seconds(t.end / 1e9)} a step on ${F.device}`),

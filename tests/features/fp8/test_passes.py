@@ -338,7 +338,7 @@ def test_zero_3_gathers_weights_that_are_rounded_before_in_8_bits(more: dict[str
         assert c.bytes == 2 * c.forward_bytes if b.rounded else c.bytes == c.forward_bytes
     assert program.prove().ok
     model, batch = build()
-    said = {(r.axes, r.kind, r.direction): (r.count, r.bytes) for r in comm_rows(program) if "zero" in r.cause}
+    said = {(r.axes, r.kind, r.direction): (r.count, r.bytes) for r in comm_rows(program.cost()) if "zero" in r.cause}
     ran: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
     for c in shardc.simulate(program, model, batch).comms:
         ran[c.axis, c.kind, c.direction].append(c.bytes)

@@ -12,9 +12,9 @@ import yaml
 from torch import Tensor, nn
 
 import shardc
-from shardc import report
 from shardc.errors import ShardcError
 from shardc.passes.annotate import to_spec
+from shardc.report.comm import comm_table
 
 
 class Attention(nn.Module):
@@ -68,11 +68,11 @@ def test_implicit_gathers_name_what_to_write(how: str, kv: int, tp: int, written
     assert found is not None
     entry = yaml.safe_load("{" + found[1] + "}")
     assert entry == {"qkv.{weight,bias}": written}
-    assert f"note: {found[0]}" in report.comm_table(program)
+    assert f"note: {found[0]}" in comm_table(program.cost())
     better = compiled(how, kv, tp, entry)
     assert not better.notes
-    assert "note" not in report.comm_table(better)
-    assert "no annotation implies it" not in report.comm_table(better)
+    assert "note" not in comm_table(better.cost())
+    assert "no annotation implies it" not in comm_table(better.cost())
 
 
 def test_parts_that_the_ranks_do_not_divide_name_it_too() -> None:

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
-from shardc import report
 from shardc.api import Program
+from shardc.report.comm import comm_rows
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
@@ -296,7 +296,7 @@ def test_collectives_whose_results_are_kept_are_not_repeated() -> None:
     }
     program = compiled("gpt", MESHES["dp=2 tp=2"], settings("gpt")["all"])
     assert [r.again for r in program.regions] == [1, 1]
-    assert [(r.count, r.axes) for r in report.comm_rows(program) if r.direction == "recompute"] == [(2, "tp")]
+    assert [(r.count, r.axes) for r in comm_rows(program.cost()) if r.direction == "recompute"] == [(2, "tp")]
     program = compiled("gpt", MESHES["dp=2 tp=2"], [{"match": "h"}, {"match": "h.*"}])
     assert sum(n.meta.get("again", 0) for n in program.stages[0].graph.nodes) == sum(r.again for r in program.regions)
     sim = shardc.verify.simulate(program, *captured("gpt")[:2])

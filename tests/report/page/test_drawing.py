@@ -18,7 +18,7 @@ import shardc
 from docs.drawing import Drawing
 from shardc.report.page import DRAWING, read, step
 from shardc.report.page.data import data
-from tests import example_text, zoo
+from tests import zoo
 from tests.report.page.test_page import cost, hostile, program, shown
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -120,12 +120,12 @@ def test_the_graphs_of_one_device_and_of_one_rank() -> None:
     assert "send_recv over pp" in whole
 
 
-def test_a_picture_without_a_device_has_types_instead_of_times() -> None:
+def test_a_picture_for_docs_has_types_instead_of_times() -> None:
     p = shardc.compile(*zoo.gpt(), TP, prove=False)
     typed = LAYER.replace("'after'), 'after')", "'after', true), 'after')")
-    said = texts(ElementTree.fromstring(Drawing(data(p, None, None)).picture(typed, "a layer")))
+    said = texts(ElementTree.fromstring(Drawing(data(p, p.cost(), None)).picture(typed, "a layer")))
     assert any(re.fullmatch(r"→ f64\[.*@dp, .*\] \+tp grad", t) for t in said)
-    assert not any("exposed" in t or "no device" in t for t in said)
+    assert not any("exposed" in t or "hidden" in t for t in said)
 
 
 def test_a_module_of_many_ops_is_drawn_as_parts() -> None:
@@ -138,7 +138,9 @@ def test_a_module_of_many_ops_is_drawn_as_parts() -> None:
     p = shardc.compile(
         Long(), {"x": torch.ones(4, 2, requires_grad=True)}, {"shardc": 1, "mesh": {"dp": 1}}, prove=False
     )
-    drawn = parsed(Drawing(data(p, None, None)).markup("graphPicture(units(D.after, D.modules[0], 'after'), 'after')"))
+    drawn = parsed(
+        Drawing(data(p, p.cost(), None)).markup("graphPicture(units(D.after, D.modules[0], 'after'), 'after')")
+    )
     assert len(marked(drawn, "box")) > 300  # all of one module: nothing is left out
 
 
@@ -263,9 +265,8 @@ def test_the_spec_and_the_tree() -> None:
 
 
 @pytest.mark.parametrize("panel", ["overview", "graph", "timeline", "memory", "comm", "proof", "text"])
-def test_every_panel_of_a_program_without_times(panel: str) -> None:
-    p = example_text.program()
-    for found in (data(p, None, None), data(p, None, p.prove()), data(replace(p, stages=(), buckets=()), None, None)):
+def test_every_panel_of_a_program_without_a_proof_or_a_step(panel: str) -> None:
+    for found in (data(program(), cost(), None), data(replace(program(), stages=(), buckets=()), None, None)):
         assert len("".join(parsed(Drawing(found).markup(f"DRAW.{panel}(900)")).itertext())) > 20
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import shardc
-from shardc import report
 from shardc.cost import Cost
 from shardc.ir.repeats import repeats
 from shardc.report import page
+from shardc.report.comm import comm_rows
 from shardc.report.page.data import data
 from shardc.report.page.spec_lines import SpecLines
 from shardc.verify.static import Gap, Proof
@@ -94,7 +94,7 @@ class Elements(HTMLParser):
 
 
 def test_the_page_is_one_file_that_asks_for_nothing() -> None:
-    text = report.html(program(), cost(), program().prove())
+    text = page.html(program(), cost(), program().prove())
     parsed = Elements(text)
     tags = {tag for tag, _ in parsed.opened}
     assert not tags & {"link", "img", "iframe", "object", "embed", "base", "form"}
@@ -165,7 +165,7 @@ def test_equal_layers_are_shown_once() -> None:
     assert sum(map(len, layers.same_layers.values())) == LAYERS
     found = shown()
     assert sum(w.get("count", 1) for w in found["weights"]) == len(program().params)
-    whole = json.loads(json.dumps(data(program(), None, None, full=True)))
+    whole = json.loads(json.dumps(data(program(), cost(), None, full=True)))
     assert all(w["count"] == 1 for w in whole["weights"])
     assert not any(op["op"] == "layers" for op in whole["after"])
     assert len(whole["after"]) > 2 * len(found["after"])
@@ -197,10 +197,9 @@ def totals(rows: Any) -> dict[tuple[str, str, str], tuple[int, int]]:
     return {k: (a, b) for k, (a, b) in found.items()}
 
 
-@pytest.mark.parametrize("timed", [True, False])
-def test_messages_are_all_that_a_step_sends(timed: bool) -> None:
+def test_messages_are_all_that_a_step_sends() -> None:
     """With equal layers counted as often as there are, every collective of `inspect --comm` belongs to a message."""
-    found = shown() if timed else json.loads(json.dumps(data(program(), None, None)))
+    found = shown()
     of_page = totals(
         ("+".join(m["axes"]), w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
         for m in found["messages"]
@@ -209,7 +208,7 @@ def test_messages_are_all_that_a_step_sends(timed: bool) -> None:
     )
     named = {"gradients, in buckets", "updated parameters", "the loss, to every rank"}
     of_program = totals(
-        (r.axes, r.direction, r.kind, r.count, r.bytes) for r in report.comm_rows(program()) if r.cause not in named
+        (r.axes, r.direction, r.kind, r.count, r.bytes) for r in comm_rows(cost()) if r.cause not in named
     )
     assert of_page == of_program
     buckets = totals(
@@ -220,7 +219,7 @@ def test_messages_are_all_that_a_step_sends(timed: bool) -> None:
     )
     counted = totals(
         (r.axes, r.direction, r.kind, r.count, r.bytes)
-        for r in report.comm_rows(program())
+        for r in comm_rows(cost())
         if r.cause in named and r.cause != "the loss, to every rank"
     )
     assert buckets == counted
@@ -231,9 +230,9 @@ def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
     """Each is counted once, by the page as by `inspect --comm`, and its op is drawn with the bucket's message."""
     more = {"pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}} if "pp" in mesh else {}
     p = shardc.compile(*zoo.gpt(), {"shardc": 1, "mesh": mesh, "data": {"zero": 3}, **more}, prove=False)
-    found = json.loads(json.dumps(data(p, None, None)))
+    found = json.loads(json.dumps(data(p, p.cost(), None)))
     counted = totals(
-        (r.axes, r.direction, r.kind, r.count, r.bytes) for r in report.comm_rows(p) if "loss" not in r.cause
+        (r.axes, r.direction, r.kind, r.count, r.bytes) for r in comm_rows(p.cost()) if "loss" not in r.cause
     )
     ways = [w for m in found["messages"] for w in m["ways"]]
     shown_ = totals((w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"]) for w in ways)
@@ -241,8 +240,7 @@ def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
     gathers = [op for op in found["after"] if op["op"] == "gather_start"]
     assert gathers
     assert all("buckets" in found["messages"][op["message"]] for op in gathers)
-    timed = data(p, p.cost(), None)["messages"]
-    assert all(w["seconds"] is not None for m in timed for w in m["ways"] if w["kind"] != "send_recv")
+    assert all(w["seconds"] is not None for m in found["messages"] for w in m["ways"] if w["kind"] != "send_recv")
 
 
 def test_exposed_time_is_that_of_the_cost() -> None:
@@ -356,7 +354,8 @@ def test_settings_of_the_command_line_are_lines_of_their_own() -> None:
         mesh={"dp": 4},
         overrides=["data.zero=1"],
     )
-    found = data(shardc.compile(*zoo.mlp(), spec, prove=False), None, None)
+    p = shardc.compile(*zoo.mlp(), spec, prove=False)
+    found = data(p, p.cost(), None)
     mesh, zero = (found["spec"]["lines"].index(text) + 1 for text in ("--mesh dp=4", "--set data.zero=1"))
     assert {mesh, zero} == {4, 5}
     assert next(m["lines"] for m in found["messages"] if "buckets" in m) == [zero, mesh]
@@ -366,10 +365,10 @@ def test_settings_of_the_command_line_are_lines_of_their_own() -> None:
 def test_a_saved_program_shows_the_spec_as_it_was_written(tmp_path: Path) -> None:
     program().save(tmp_path / "out")
     loaded = shardc.load(tmp_path / "out")
-    found = json.loads(json.dumps(data(loaded, None, None)))
+    found = json.loads(json.dumps(data(loaded, loaded.cost("h100-80g"), None)))
     assert found["spec"]["lines"] == SPEC.splitlines()
     assert [m.get("lines") for m in found["messages"]] == [
-        m.get("lines") for m in data(program(), None, None)["messages"]
+        m.get("lines") for m in data(program(), cost(), None)["messages"]
     ]
 
 
@@ -392,14 +391,11 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*SPECS, "by hand"])
+@pytest.mark.parametrize("name", SPECS)
 def test_every_kind_of_program_has_a_page(name: str) -> None:
-    if name == "by hand":
-        p = example_text.program()
-    else:
-        model, spec = SPECS[name]
-        p = shardc.compile(*zoo.ALL[model](), {"shardc": 1, **spec}, prove=False)
-    found = data(p, None, None)
+    model, spec = SPECS[name]
+    p = shardc.compile(*zoo.ALL[model](), {"shardc": 1, **spec}, prove=False)
+    found = data(p, p.cost(), None)
     assert len([op for op in found["after"] if "message" in op]) <= len(found["messages"])
     rows = {r["cause"] for r in found["rows"]} - {
         "outputs beside the loss",

@@ -381,7 +381,7 @@ def test_what_is_shown_is_what_is_sent(asked: dict[str, Any]) -> None:
     """All bytes by axis, kind and direction, over the ranks of one pipeline."""
     p = of(asked)
     shown: Counter[tuple[str, str, str]] = Counter()
-    for row in comm_rows(p):
+    for row in comm_rows(p.cost()):
         shown[row.axes, row.kind, row.direction] += row.bytes
 
     def run(mesh: Any) -> list[Any]:

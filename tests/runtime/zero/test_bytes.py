@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.api import Program
 from shardc.capture import capture
-from shardc.report import comm_rows
+from shardc.report.comm import comm_rows
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
@@ -281,7 +281,7 @@ def test_the_report_says_what_runs(zero: int, how: dict[str, int]) -> None:
         return found
 
     said: dict[tuple[str, str, str], int] = {}
-    for row in comm_rows(p):
+    for row in comm_rows(p.cost()):
         key = (row.axes, row.direction, row.kind)
         said[key] = said.get(key, 0) + row.bytes
     ran = loopback(p.mesh, work)[0]
