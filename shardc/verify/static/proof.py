@@ -98,8 +98,7 @@ def prove_within(program: Program, seconds: float) -> Proof | None:
     except TooLongError:
         return None
     took = time.perf_counter() - start
-    texts = sum(1 + len(s.joint.graphs if s.joint is not None else ()) for s in program.stages) + len(program.pairs)
-    return Proof(gaps, checker.lines, texts, program.mesh.world, took)
+    return Proof(gaps, checker.lines, checker.graphs, program.mesh.world, took)
 
 
 @dataclass
@@ -107,6 +106,7 @@ class _Checker:
     program: Program
     until: float
     lines: int = 0
+    graphs: int = 0
     #: The claims of values that stages send.
     sent: dict[str, list[Claim]] = field(default_factory=dict)
 
@@ -128,6 +128,7 @@ class _Checker:
                 return
         texts = []
         for stage in program.stages:
+            self.graphs += 1
             text = yield from self._text(stage, totals)
             texts.append(text)
             sends = set(stage.sends)
@@ -270,11 +271,12 @@ class _Checker:
         rules = Rules(self.program)
         for stage in self.program.stages:
             if stage.joint is not None:
+                self.graphs += len(stage.joint.graphs)
                 self.lines += sum(map(_calls, stage.joint.graphs.values()))
                 for w in joint_graphs.wrong(self.program, stage, rules, self.until):
                     yield self._of_joint(stage.name, w)
         for p in self.program.pairs:
-            self.lines += _calls(p.graph)
+            self.graphs, self.lines = self.graphs + 1, self.lines + _calls(p.graph)
             for w in joint_graphs.wrong_in_pair(self.program, p, rules, self.until):
                 yield self._of_joint(emit.pair_name(p), w)
 
