@@ -772,7 +772,8 @@ def main() -> None:
     if options.write and whole:
         page = ROOT / "docs" / "measured/proof.md"
         head, _, rest = page.read_text().partition(BEGIN)
-        meshes = f"on the settings of `tests/verify/settings.py` and {len(MORE)} more, {options.each} of a kind and program"
+        meshes = f"on the settings of `tests/verify/settings.py` and {len(MORE)} more"
+        meshes += f", {options.each} of a kind and program"
         where = f"{options.models}, {meshes}, {time.strftime('%Y-%m-%d')}:"
         page.write_text(f"{head}{BEGIN}\n{where}\n\n{text}\n{END}{rest.partition(END)[2]}")
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
