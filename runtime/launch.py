@@ -34,6 +34,8 @@ STOPPED = 6.0
 POLL = 0.05  # seconds between looks at the ranks
 # seconds for ranks to fail because another one did; then, for ranks to end after SIGTERM
 GRACE = 1.0
+#: Default seconds after which a rank that the others wait for is named.
+NAMED = 8.0
 #: Exit status of a rank that ended because another one failed, or does not answer.
 GAVE_UP = 75
 #: The file in a run's folder with the errors of the rank that failed first, for --json.

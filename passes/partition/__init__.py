@@ -4,7 +4,7 @@
 
     before   x = linear(h, w)                     h: f32[8, 64]         w: f32[256, 64@tp]
              y = gelu(x)
-    after    h_cut = shard(h, mesh, "tp", 1, 1)   h_cut: f32[8, 64@tp]
+    after    h_cut = shard(h, mesh, "tp", ...)    h_cut: f32[8, 64@tp]
              x = linear(h_cut, w)                 x: f32[8, 256] +tp
              x_sum = all_reduce(x, mesh, ("tp",)) x_sum: f32[8, 256]
              y = gelu(x_sum)

@@ -23,7 +23,7 @@ from shardc.rules.core.strategy import needs_sum_grad
 
 
 def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
-    """Return the digits that a conversion joins and cuts, as op arguments (shardc.runtime.ops.convert).
+    """Return the digits of dims that a conversion joins and cuts (shardc.runtime.ops.convert).
 
     `dim, split` of the old and the new shard; `sections`, if only one of the two is a shard; `padding, blocks` of each,
     if padded: see Shard. all_gather of Shard(1, 3): (1, 3, ()); all_to_all, Shard(0) to Shard(1): (0, 1, 1, 1).
@@ -70,7 +70,7 @@ def collective_of(
 
 
 def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
-    """Return the annotations behind a conversion: for sums the producer's, for gathers the user's."""
+    """Return the annotations behind it: of sums the producer's, else the user's; or the other's."""
     if line := user.meta.get("spec_line"):  # an op that the spec inserted
         return str(line)
     first, second = (producer, user) if row.source is Partial else (user, producer)

@@ -142,7 +142,7 @@ class LocalProgram:
             new = rule.local(call)
         else:
             new = emit(node.target, tuple(args), kwargs)
-            if "mixed" in node.meta:  # a cast of mixed precision: accumulate lets it round summands
+            if "mixed" in node.meta:  # of mixed precision: see shardc.ir.metadata
                 new.meta["mixed"] = True
         if not isinstance(node.meta["value"], tuple):
             self.forms[node, 0] = {out[0]: new}
@@ -168,8 +168,8 @@ class LocalProgram:
     ) -> fx.Node:
         """Write a line of a global op, with its source; a collective without a cause gets the op's.
 
-        value: its type; default: `result`, that of the op. once: ops that need the same line share it; the end of its
-        name.
+        value: its type; default: `result`, that of the op. once: end of the name; ops that need the same
+        line share it.
         """
         key = (target, args, tuple(kwargs.items()))
         if once and key in self.shared_lines:
@@ -335,7 +335,7 @@ class LocalProgram:
         kwargs: dict[str, Any] = {}
         packed = table("ops", "PACKED").get(producer.target)
         if packed is not None and collective is not None and row.forward == "all_gather":
-            kwargs["fp8"] = packed(*producer.args)  # the format, and the granule: of each dim the block with one scale
+            kwargs["fp8"] = packed(*producer.args)  # the format; the granule: a block size for each dim, 0: whole
             message = needed("fp8", "rounding", "message_bytes")(old.local_shape(v.shape, self.mesh), kwargs["fp8"][1])
             collective = replace(collective, packed=self.mesh.size(axes[0]) * message)
         return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), line, collective, name)

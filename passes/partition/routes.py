@@ -34,7 +34,7 @@ class Routes:
     def in_order(self, old: Layout, new: Layout, v: Value) -> Iterator[tuple[Conversion, tuple[str, ...]]]:
         """Yield the conversions in an order in which each leads to a possible layout, if there is one.
 
-        A dim that another axis leaves is cut afterwards. If two axes change places, one of them is gathered, and cut
+        A dim is cut after another axis has left it. If two axes change places, one of them is gathered, and cut
         again after the other has moved. If no step is possible, the first is taken; the last always leads to `new`.
         """
         steps, layout = self._steps(old, new), old

@@ -27,11 +27,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import LOOPBACK
+from shardc.runtime.launch import LOOPBACK, NAMED
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.processes import Processes
-from shardc.runtime.mesh.watch import NAMED, Watch, print_line
+from shardc.runtime.mesh.watch import Watch, print_line
 
 
 class Presence:

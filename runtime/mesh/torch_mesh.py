@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import check_variables
+from shardc.runtime.launch import NAMED, check_variables
 from shardc.runtime.mesh import presence
 from shardc.runtime.mesh.agreement import check, stated
 from shardc.runtime.mesh.allocator import keep_freed
@@ -32,7 +32,6 @@ from shardc.runtime.mesh.failed_rank import Failures, RankFailedError, cut_off
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
 from shardc.runtime.mesh.presence import Presence
-from shardc.runtime.mesh.watch import NAMED
 from shardc.torch_private import count_groups_from, default_store, let_workers_end, process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11

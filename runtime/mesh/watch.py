@@ -27,14 +27,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import GAVE_UP
+from shardc.runtime.launch import GAVE_UP, NAMED
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import KILLED, Processes
 
-#: Default seconds after which the rank that the others wait for is named; after this many times that, they end if it
-#: does not answer.
-NAMED, ENDED = 8.0, 8
+#: After this many times the seconds until it is named, the others end if a rank does not answer.
+ENDED = 8
 _OVER = "shardc/watch/over"  # key of the store: why all ranks end
 _SHOWN = 8  # ranks that a message lists
 _ANY = Mesh(())  # names ranks without coordinates

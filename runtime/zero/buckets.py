@@ -10,7 +10,7 @@ When a sum starts, and when a rank waits for it (`Bucket.launch`, `advance_sum`)
     zero  starts                          sum                                waits
     0     last backward of the step*      all_reduce                         `finish`: all may run at once
     1     the same                        reduce_scatter into this rank's    GPU: `finish`. CPU: when the next bucket
-                                          part, a view of the buffer         has started: each copies its buffer
+                                          part, a view of the buffer         has started: sums copy the buffer
     2     every backward*                 reduce_scatter, added to what      when the next bucket has started, or before
     3     every backward (`keep`: the     the part has already               its own next sum: this frees the buffer
           last), by `Bucket.arrived`
@@ -150,7 +150,7 @@ class Buckets:
         return [buffer for b in self._all if (buffer := b.buffer) is not None]
 
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
-        """Prepare for a backward. first: of the step on this rank; last: of the step, of this pipeline stage."""
+        """Prepare for a backward. first: the step's first on this rank; last: this pipeline stage's last."""
         if first:
             self.active, self._last_started, self._finished = True, None, set()
             self._due_in_step = deque(self._summed_once)
@@ -208,7 +208,7 @@ class Buckets:
         return bucket.scatters or not (bucket.ir.late or self._stages_left[bucket])
 
     def _wait_for_earlier(self, bucket: Bucket) -> None:
-        """Wait for the sum that started before that of `bucket`, to free its buffer. (At ZeRO 0 only with `early`.)"""
+        """Wait for the sum that started before `bucket`'s where the table above says so; with `early`, finish it."""
         if (earlier := self._last_started) is not None and earlier is not bucket:
             earlier.advance_sum()
             if self.early is not None and earlier.final and earlier not in self._finished:
@@ -294,7 +294,7 @@ class Buckets:
         return bucket.params[name].detach() if name in bucket.params else None
 
     def mark_gathered(self) -> None:
-        """Note that all forms of the parameters were written on all ranks, so nothing has to be gathered."""
+        """Note that parts and whole parameters hold new values on all ranks: nothing has to be gathered."""
         for b in self._all:
             b.mark_gathered()
 

@@ -20,7 +20,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 MIB = 2**20
-_ROUND, _SMALL, _SMALL_SEGMENT = 512, MIB, 2 * MIB
+#: Bytes to a multiple of which an allocation is rounded, as by CUDA's allocator.
+ROUND, _SMALL, _SMALL_SEGMENT = 512, MIB, 2 * MIB
 _MIDDLE, _MIDDLE_SEGMENT, _ROUND_LARGE = 10 * MIB, 20 * MIB, 2 * MIB
 
 
@@ -56,14 +57,14 @@ class CachingAllocator:
         self._at: dict[int, Block] = {}  # free blocks, by address
 
     def allocate(self, nbytes: int) -> Block:
-        size = max(-(-nbytes // _ROUND), 1) * _ROUND
+        size = max(-(-nbytes // ROUND), 1) * ROUND
         small = size <= _SMALL
         free = self._free[small]
         if (i := bisect_left(free, (size, 0))) < len(free):
             block = self._remove_free(self._at[free[i][1]])
         else:
             block = self._segment(size, small)
-        if block.size - size >= (_ROUND if small else _SMALL + 1):
+        if block.size - size >= (ROUND if small else _SMALL + 1):
             rest = Block(block.address + size, block.size - size, small, block, block.after)
             if rest.after is not None:
                 rest.after.before = rest

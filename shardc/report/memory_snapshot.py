@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardc.cost import Cost
+from shardc.cost.caching_allocator import ROUND
 from shardc.cost.peak_memory import allocations
 from shardc.cost.recorded import parts
 from shardc.machine.work import Storage
 from shardc.report.cost import part_name
-
-_ALIGNED = 512  # bytes, as CUDA's allocator rounds
 
 
 def snapshot(cost: Cost) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def snapshot(cost: Cost) -> dict[str, Any]:
         for sign, storage, number, part in allocations(r.resident, step):
             if sign > 0:
                 addresses[number] = end
-                end += -(-storage.nbytes // _ALIGNED) * _ALIGNED or _ALIGNED
+                end += -(-storage.nbytes // ROUND) * ROUND or ROUND
             about = {
                 "addr": addresses[number],
                 "size": storage.nbytes,

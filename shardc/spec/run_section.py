@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from shardc.runtime.launch import NAMED
 from shardc.spec.fields import Count, Positive, Section, as_tuple
 
 Times = Annotated[int, Field(ge=0)]  # 0: never
@@ -51,7 +52,7 @@ class Run(Section):
     )
     routing: bool = Field(default=False, description="print in every step line how tokens are spread over experts")
     watch: Seconds = Field(
-        default=8.0, description="seconds after which a rank that the others wait for is reported; 0 = never"
+        default=NAMED, description="seconds after which a rank that the others wait for is reported; 0 = never"
     )
     timeout: Seconds = Field(
         default=0.0, description="seconds that ranks wait for each other; 0 = torch's, 30 min (10 with NCCL)"
