@@ -18,7 +18,7 @@ from shardc.errors import ShardcError
 from shardc.ir import program as ir
 from shardc.machine.device import Device
 from shardc.optional import needed
-from shardc.runtime.checks.engine_options import MOVES, check_names, check_program
+from shardc.runtime.checks.engine_options import MOVES, check_options, check_program
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import rank_here
 from shardc.runtime.step.engine import Engine
@@ -60,17 +60,17 @@ class Program(ir.Program):
 
         optimizer: default AdamW(3e-4); None: parameters are not updated.
         """
-        check_names("engine", Engine, options)
+        check_options("engine", Engine, options)
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
     def forward(self, model: Any = None, seed: int = 0, **options: Any) -> Forward:
         """Return the runner of this rank's part of a forward-only program (shardc.runtime.step.forward)."""
-        check_names("forward", Forward, options)
+        check_options("forward", Forward, options)
         return Forward(self, model, seed, **options)
 
     def module(self, model: Any = None, seed: int = 0, **options: Any) -> ShardedModule:
         """Return this rank's nn.Module, for a custom loop: shardc.runtime.step.module.ShardedModule."""
-        check_names("module", ShardedModule, options)
+        check_options("module", ShardedModule, options)
         return ShardedModule(self, model, seed, **options)
 
     def local(self, batch: Any, rank: int | None = None) -> Any:

@@ -23,7 +23,7 @@ _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
 SETTABLE = ("clip_norm", "norm", "nonfinite", "check_every")
 
 
-def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
+def check_options(call: str, made: type, options: Mapping[str, Any]) -> None:
     """Raise ShardcError for an unknown option, with the nearest one. call: of Program; made: its result."""
     known = [n for n in inspect.signature(made).parameters if n not in ("program", "model")]
     errors = Errors()

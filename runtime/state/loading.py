@@ -35,7 +35,7 @@ from shardc.runtime.state.checkpoint_folder import (
 from shardc.runtime.state.checkpoint_index import Index, Slice
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
-from shardc.runtime.state.sources import check_names
+from shardc.runtime.state.sources import check_tensors
 
 READERS = 2  # slices that a rank reads at once: one is checked while another comes from the disk
 _SHOWN = 4  # damaged slices that an error names
@@ -148,7 +148,7 @@ class _Loading:
         have = {k.removeprefix("model."): x.shape for k, x in stored.items() if k.startswith("model.")}
         entries: list[Param | Buffer] = [*program.params, *kept(program)]
         want = {n: shape for x in entries for n, shape in x.shapes.items() if x.members or n == x.fqn}
-        check_names(errors, want, have, want, f"the checkpoint {self.path.name}")
+        check_tensors(errors, want, have, want, f"the checkpoint {self.path.name}")
         errors.raise_any()  # its optimizer is of the same tensors
         for number in range(mesh.rank, len(index.files), mesh.layout.world):  # ranks share the files
             check_file(self.path, index, number)

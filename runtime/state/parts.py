@@ -15,7 +15,7 @@ from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, joined
-from shardc.runtime.state.sources import SAVED_MODEL, Weights, check_names
+from shardc.runtime.state.sources import SAVED_MODEL, Weights, check_tensors
 
 # --- global tensors, from every rank's parts of them
 
@@ -191,5 +191,5 @@ def _check(program: Program, given: Weights) -> None:
     known = {n for x in entries for n in x.names}
     fix = "pass the compiled model, or compile this one" if given.of_model else SAVED_MODEL
     shapes = {n: source.shape for n, source in given.tensors.items()}
-    check_names(errors, expected, shapes, known, f"the {given.what}", fix)
+    check_tensors(errors, expected, shapes, known, f"the {given.what}", fix)
     errors.raise_any()

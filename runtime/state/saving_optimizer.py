@@ -20,7 +20,7 @@ from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Part, by_name, copied, cut_axes, replicas
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.owners import RankState
-from shardc.runtime.state.sources import check_names
+from shardc.runtime.state.sources import check_tensors
 from shardc.runtime.zero.optimizer_list import IMPLEMENTATIONS, class_of, group_classes
 
 #: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
@@ -168,7 +168,7 @@ def room_for(
             "as the model"
         )
         errors.add(fault, where=folder, fix=fix)
-    check_names(
+    check_tensors(
         errors,
         {n: p.shapes[n] for p in members.values() for n in _named(p)},
         saved,

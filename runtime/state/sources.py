@@ -186,7 +186,7 @@ _SHOWN = 8
 SAVED_MODEL = "compile the model that was saved, with its config"
 
 
-def check_names(
+def check_tensors(
     errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str, fix: str = SAVED_MODEL
 ) -> None:
     """Check that every wanted name is present with its shape, and that every present name is known.

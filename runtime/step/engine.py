@@ -507,7 +507,7 @@ class Engine:
             fault, fix = "the program is forward-only: it does not train", "engine.weights_to(program.forward(model))"
             raise ShardcError(fault, where="engine.to", fix=fix)
         self._check_nothing_waits("engine.to")
-        engine_options.check_names("engine", Engine, options)
+        engine_options.check_options("engine", Engine, options)
         move = needed("reshard", "runtime", "TrainingMove")(self.program, program)
         options = {**self._options, "callbacks": self.callbacks, **options}
         other = Engine(program, blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)

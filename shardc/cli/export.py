@@ -42,7 +42,7 @@ def command(
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
         from shardc.runtime.state.sliced_tensors import whole
-        from shardc.runtime.state.sources import check_names
+        from shardc.runtime.state.sources import check_tensors
         from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import contains_checkpoint, open_weights
 
@@ -61,7 +61,7 @@ def command(
         ties = {n: first[id(x)] for n, x in state.items() if first[id(x)] != n}
         wanted, present = ({n: tuple(x.shape) for n, x in y.items() if n not in ties} for y in (state, stored))
         fix = "name the model file of the training"
-        check_names(errors := Errors(), wanted, present, present, str(checkpoint), fix)
+        check_tensors(errors := Errors(), wanted, present, present, str(checkpoint), fix)
         errors.raise_any()
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder

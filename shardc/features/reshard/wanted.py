@@ -16,7 +16,7 @@ from shardc.features.reshard.moves import Kept, Key, Wanted
 from shardc.features.reshard.places import InPlan, Plan
 from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import kept
-from shardc.runtime.state.sources import check_names
+from shardc.runtime.state.sources import check_tensors
 
 Side = Literal["from", "to"]
 
@@ -72,7 +72,7 @@ def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:
         raise ShardcError(fault, where="mesh", fix=fix)
     errors = Errors()
     have, want = (_shapes(plan, all_buffers) for plan in (old, new))
-    check_names(errors, want, have, want, "the engine whose weights are to move")
+    check_tensors(errors, want, have, want, "the engine whose weights are to move")
     errors.raise_any()
 
 

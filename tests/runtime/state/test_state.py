@@ -24,7 +24,7 @@ from shardc.runtime.state import export, loading, parts, saving, sources
 from shardc.runtime.state.checkpoint_folder import newest, read_index
 from shardc.runtime.state.init import named_tensors, record
 from shardc.runtime.state.owners import RankState
-from shardc.runtime.state.sources import check_names
+from shardc.runtime.state.sources import check_tensors
 
 torch.set_num_threads(1)
 
@@ -548,7 +548,7 @@ def test_weights_of_another_model_are_told_in_one_line() -> None:
     wanted = {f"h.{i}.weight": (4, 4) for i in range(20)}
     present = {f"h.{i}.weight": (4, 4) if i < 5 else (8, 8) for i in range(12)} | {"head.weight": (8, 4)}
     errors = Errors()
-    check_names(errors, wanted, present, wanted, "the checkpoint c")
+    check_tensors(errors, wanted, present, wanted, "the checkpoint c")
     (error,) = errors.found
     assert (
         error.what
