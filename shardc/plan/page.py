@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def html(plan: Plan) -> str:
     """Return the plan as one self-contained HTML page."""
-    return page.file("plan.html", f"Plan of {plan.target.model}", data(plan), page.PLAN)
+    return page.file("plan", f"Plan of {plan.target.model}", '<div id="plan"></div>\n', data(plan), page.PLAN)
 
 
 def data(plan: Plan) -> dict[str, Any]:

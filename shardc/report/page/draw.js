@@ -27,24 +27,40 @@ function sized(node, styles) {
   return node;
 }
 
-/** Mark an element as a thing. x: "m3" message 3, "w3" weight 3, "o3" op 3 of the program, "l3" line 3 of the spec. */
-function thing(node, x, lines) {
+/** Mark an element as a thing, which is named by x (base.js), and as what lines of the spec caused. */
+function thing(node, { x, lines }) {
   if (x) node.attributes["data-x"] = x;
   if (lines && lines.length) node.attributes["data-l"] = lines.join(" ");
   return node;
 }
 
+/** Return a handler of keys. acts: a function by the name of a key; if it returns false, the key is left to others. */
+const keyed = (acts) => (e) => {
+  if (!acts[e.key] || acts[e.key](e) === false) return;
+  e.preventDefault();
+  e.stopPropagation();
+};
+
 /** Call `act` on a click, Enter or space. */
 function acts(node, act) {
   node.attributes.tabindex = node.attributes.tabindex || "0";
-  const key = (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); e.stopPropagation(); act(e); } };
-  node.on.push(["click", act], ["keydown", key]);
+  node.on.push(["click", act], ["keydown", keyed({ Enter: act, " ": act })]);
   return node;
 }
 
+const button = (text, onclick, more = {}) => el("button", { type: "button", onclick, ...more }, text);
+const link = (text, onclick) => button(text, onclick, { class: "link" });
+const group = (name, ...buttons) => el("span", { class: "group", role: "group", "aria-label": name }, buttons);
+/** Return buttons for the size of a picture. by: a factor; whole: what "fit" shows. */
+const sizes = (act, by, whole) => group("Size", [["−", 1 / by, "smaller (−)"], ["fit", 0, `${whole} (0)`], ["+", by, "larger (+)"]].map(([text, times, about]) => button(text, () => act(times), { title: about, "aria-label": about })));
 const code = (text) => el("code", {}, text);
 const number = (text, kind = "") => el("td", { class: `number ${kind}` }, text);
 const mark = (colour, text) => el("span", {}, sized(el("i"), { background: colour }), text);
+
+/** Return parts of a whole as a bar. parts: [number, colour, text]. */
+function bar(parts, whole, about = null) {
+  return el("div", { class: "bar", role: about && "img", "aria-label": about }, parts.map(([n, colour, text]) => sized(el("i", { title: text }), { background: colour, width: `${100 * n / whole}%` })));
+}
 
 /** Return a table with a scroll bar. heads: texts, "#text" for a column of numbers; rows: lists of cells, or elements. */
 function table(heads, rows, { wide = true, ...attributes } = {}) {
@@ -121,11 +137,22 @@ function count(n) {
   return String(n);
 }
 
+const unique = (values) => [...new Set(values)];
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const several = (n, one, plural = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : plural}`;
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
+/** Group items by a key: a Map, in the order of the first ones. */
+function groupBy(items, key) {
+  const groups = new Map();
+  for (const x of items) groups.set(key(x), groups.get(key(x)) || []).get(key(x)).push(x);
+  return groups;
+}
+
 // --- axes
+
+const line = (x1, x2, y1, y2, kind = "grid") => svg("line", { class: kind, x1, x2, y1, y2 });
+const label = (x, y, text, more = {}) => svg("text", { class: "soft", x, y, ...more }, text);
 
 /** Return 0 and at most `most` round numbers up to `end`: 1, 2 or 5 times a power of 10; binary: powers of 2. */
 function ticks(end, most, binary = false) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -81,7 +81,7 @@ class SpecLines:
             lines += self._of_split(p, axis)
         return list(dict.fromkeys(lines))
 
-    def activations(self, modules: Sequence[str]) -> list[dict[str, Any]]:
+    def activations(self, modules: Iterable[str]) -> list[dict[str, Any]]:
         """Return the entries of `activations`, with the outermost modules that each names."""
         entries = []
         for rule in self.spec.activations if self.spec is not None else ():

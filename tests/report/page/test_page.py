@@ -201,7 +201,7 @@ def test_messages_are_all_that_a_step_sends() -> None:
     """With equal layers counted as often as there are, every collective of `inspect --comm` belongs to a message."""
     found = shown()
     of_page = totals(
-        ("+".join(m["axes"]), w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
+        ("+".join(m["axes"]), w["direction"], w["kind"], w["count"], w["bytes"])
         for m in found["messages"]
         for w in m["ways"]
         if "buckets" not in m
@@ -212,7 +212,7 @@ def test_messages_are_all_that_a_step_sends() -> None:
     )
     assert of_page == of_program
     buckets = totals(
-        (w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
+        (w["axes"], w["direction"], w["kind"], w["count"], w["bytes"])
         for m in found["messages"]
         if "buckets" in m
         for w in m["ways"]
@@ -235,7 +235,7 @@ def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
         (r.axes, r.direction, r.kind, r.count, r.bytes) for r in comm_rows(p.cost()) if "loss" not in r.cause
     )
     ways = [w for m in found["messages"] for w in m["ways"]]
-    shown_ = totals((w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"]) for w in ways)
+    shown_ = totals((w["axes"], w["direction"], w["kind"], w["count"], w["bytes"]) for w in ways)
     assert shown_ == counted
     gathers = [op for op in found["after"] if op["op"] == "gather_start"]
     assert gathers
