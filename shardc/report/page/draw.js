@@ -134,7 +134,7 @@ function seconds(s) {
 
 function count(n) {
   for (const [unit, each] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3]]) if (n >= each) return `${(n / each).toFixed(1)} ${unit}`;
-  return String(n);
+  return String(Number(n.toPrecision(4)));
 }
 
 const unique = (values) => [...new Set(values)];

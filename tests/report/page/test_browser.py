@@ -256,9 +256,7 @@ def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path) -> None:
     browser.run("window.hacked = () => { window.was = true }; 1")
     for panel in PANELS:
         browser.run(f"show('{panel}')")
-    browser.run(
-        "[...D.messages, ...D.weights].forEach((t) => pick(t.x)); found('x').length"
-    )
+    browser.run("[...D.messages, ...D.weights].forEach((t) => pick(t.x)); found('x').length")
     assert browser.run("document.querySelectorAll('img, iframe, [onerror]').length") == 0
     assert browser.run("window.was") is None
     assert "<img src=x onerror=hacked()>" in browser.run("document.title")
