@@ -2,8 +2,8 @@
 
 data            all that the page shows, as JSON: graphs, spec_lines, messages (collectives, buckets), step (times and
                 memory); 80 equal layers are shown once (shardc.ir.repeats)
-page.html       the frame of all pages; inspect.html: header, panels, dialogs; page.css: their style; picture.css: colours,
-                and styles of pictures
+page.html       the frame of all pages; inspect.html: header, panels, dialogs; page.css: their style; picture.css:
+                colours, and styles of pictures
 DRAWING         the scripts that draw, in their order: each panel is one file. They make elements as plain values, and
                 need no document: so docs/drawing.py makes pictures as files, and tests draw every panel
 plan.js         the page of a plan (shardc.plan.page)

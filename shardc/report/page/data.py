@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -37,29 +36,31 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
     weights, numbers = _weights(program, layers, spec, at)
     messages = Messages(program, layers, spec, numbers, cost)
     before, after = graphs(program, layers, numbers, messages.of_node)
-    regions = [
-        {
-            "text": f"{r.name}: keeps {size(r.kept)} of a microbatch, computes {size(r.dropped)} again",
-            "lines": spec.of(r.cause),
-        }
+    regions = {
+        f"{r.name}: keeps {size(r.kept)} of a microbatch, computes {size(r.dropped)} again": r.cause
         for r in program.regions
         if layers.shown(r.name) == r.name
-    ]
+    }
     inputs = [
-        {"name": ".".join(map(str, x.path)) or x.name, "type": str(x.value), "lines": spec.of_axes(_axes(x.layout))}
+        {
+            "name": ".".join(map(str, x.path)) or x.name,
+            "type": str(x.value),
+            "lines": spec.of_axes(axis.partition("[")[0] for axis, _ in x.layout.shards()),
+        }
         for x in program.inputs
     ]
     shown: dict[str, Any] = {
         "facts": _facts(program, cost),
-        "proof": _proof(proof),
+        "proof": proof
+        and {"ok": proof.ok, "gaps": [asdict(g) for g in proof.gaps], "said": str(proof).splitlines()[0]},
         "notes": [{"text": note, "lines": spec.of(note)} for note in note_lines(program.notes)],
+        "regions": [{"text": text, "lines": spec.of(cause)} for text, cause in regions.items()],
         "modules": _small(modules),
         "weights": _small(weights),
         "before": _small(before),
         "after": _small(after),
         "messages": _small(messages.all),
         "rows": messages.rows,
-        "regions": regions,
         "inputs": inputs,
         "activations": spec.activations(at),
         "stage_lines": spec.at("pipeline") if program.axis else [],
@@ -100,13 +101,6 @@ def _facts(program: Program, cost: Cost | None) -> dict[str, Any]:
             "exposed": dict(cost.exposed),
         }
     return facts
-
-
-def _proof(proof: Proof | None) -> dict[str, Any] | None:
-    if proof is None:
-        return None
-    gaps = [asdict(gap) for gap in proof.gaps]
-    return {"ok": proof.ok, "gaps": gaps, "said": str(proof).partition("\n")[0]}
 
 
 def _modules(program: Program, layers: Repeats) -> list[dict[str, Any]]:
@@ -176,10 +170,6 @@ def _weights(
             )
         weights[at[name]]["count"] += 1
     return weights, {p.name: at[layers.shown(p.fqn)] for p in program.params}
-
-
-def _axes(layout: Layout) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(re.sub(r"\[.*", "", axis) for axis, _ in layout.shards()))
 
 
 def _small(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -113,4 +113,4 @@ class Messages:
         of_zero = self._spec.at("data", "zero") if r.cause == "updated parameters" else []
         if r.cause == "gradients, in buckets":
             of_zero = list(dict.fromkeys(line for b in self._program.buckets for line in self._spec.of_bucket(b)))
-        return cited or of_zero or self._spec.of_axes(tuple(r.axes.split("+")))
+        return cited or of_zero or self._spec.of_axes(r.axes.split("+"))

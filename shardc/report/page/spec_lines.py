@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from shardc.errors import Errors
-from shardc.ir.patterns import match, names_weight
+from shardc.ir.patterns import enclosing, match, names_weight
 from shardc.ir.program import Program
 from shardc.ir.stored import Bucket, Param
 from shardc.spec import Spec
@@ -68,18 +68,16 @@ class SpecLines:
                 return [_line(self._places.keys[key])]
         return []
 
-    def of_axes(self, axes: tuple[str, ...]) -> list[int]:
+    def of_axes(self, axes: Iterable[str]) -> list[int]:
         """Return the lines that set the sizes of axes."""
         return list(dict.fromkeys(line for axis in axes for line in self.at("mesh", axis)))
 
     def of_param(self, p: Param) -> list[int]:
         """Return the lines that split a parameter: an entry with its name, `use`, experts, or the mesh's axes."""
-        lines: list[int] = []
-        if self.spec is None:
-            return lines
-        for axis, _ in p.layout.shards():
-            lines += self._of_split(p, axis)
-        return list(dict.fromkeys(lines))
+        spec = self.spec
+        if spec is None:
+            return []
+        return list(dict.fromkeys(line for axis, _ in p.layout.shards() for line in self._of_split(spec, p, axis)))
 
     def activations(self, modules: Iterable[str]) -> list[dict[str, Any]]:
         """Return the entries of `activations`, with the outermost modules that each names."""
@@ -93,30 +91,22 @@ class SpecLines:
             entries.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
         return entries
 
-    def _of_split(self, p: Param, axis: str) -> list[int]:
-        assert self.spec is not None
-        base = axis.partition("[")[0]  # tp[0], a part of an axis
-        for rule in self.spec.shard:
+    def _of_split(self, spec: Spec, p: Param, axis: str) -> list[int]:
+        names, base = (p.fqn, *p.names), axis.partition("[")[0]  # tp[0], a part of an axis
+        for rule in spec.shard:
             named = match if rule.dims is not None else names_weight
-            if any(named(rule.pattern, name) for name in (p.fqn, *p.names)):
+            if any(named(rule.pattern, name) for name in names):
                 return self.at("shard", rule.pattern)
-        for i, entry in enumerate(self.spec.experts):
-            if entry.axis == base and any(_within(entry.match, name) for name in (p.fqn, *p.names)):
+        around = [module for name in names for module in enclosing(name)]
+        for i, entry in enumerate(spec.experts):
+            if entry.axis == base and any(match(entry.match, module) for module in around):
                 return self.at("experts", i)
-        if self.spec.shard_use and self.spec.shard_axis == base:
-            return self.at("shard", "use")
-        return self.of_axes((base,))
+        return self.at("shard", "use") if spec.shard_use and spec.shard_axis == base else self.of_axes((base,))
 
     def of_bucket(self, b: Bucket) -> list[int]:
         """Return the lines behind a bucket: ZeRO, and the axes over which the batch is split."""
         zero = self.at("data", "zero") if b.zero else []
-        return list(dict.fromkeys([*zero, *self.of_axes(tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,))))))]))
-
-
-def _within(pattern: str, weight: str) -> bool:
-    """Return whether a weight is in a module that the pattern names."""
-    parts = weight.split(".")
-    return any(match(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
+        return list(dict.fromkeys([*zero, *self.of_axes((*b.axes, *filter(None, (b.shard,))))]))
 
 
 def _line(place: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from shardc.cost import Cost
@@ -110,22 +110,18 @@ class _Wall:
 
 def memory(cost: Cost) -> dict[str, Any]:
     """Return {limit, panels}: live bytes over a step by kind. Ranks with the same memory share a panel."""
-    panels: list[dict[str, Any]] = []
-    seen: dict[object, dict[str, Any]] = {}
+    panels: dict[object, dict[str, Any]] = {}
     for r in cost.ranks:
         m = r.memory
         key = tuple(sorted(m.kinds.items())), tuple(tuple(sorted(p.live.items())) for p in m.curve)
-        if key in seen:
-            seen[key]["at"].append(r.at)
+        if key in panels:
+            panels[key]["at"].append(r.at)
             continue
-        starts, begin = [], 0
-        for part, points in groupby(m.curve, lambda p: p.part):
-            starts.append([part_name(part, cost), begin])
-            begin += len(list(points))
+        lengths = [(part_name(part, cost), len(list(points))) for part, points in groupby(m.curve, lambda p: p.part)]
+        begins = accumulate((n for _, n in lengths), initial=0)
         places = [op_place(cost, p.op) if p.op else "" for p in m.curve]
-        names = list(dict.fromkeys(places))
-        index = {name: i for i, name in enumerate(names)}
-        panel = {
+        names = {name: i for i, name in enumerate(dict.fromkeys(places))}
+        panels[key] = {
             "at": [r.at],
             "rank": r.rank,
             "peak": m.peak,
@@ -134,10 +130,8 @@ def memory(cost: Cost) -> dict[str, Any]:
             "resident": dict(m.resident),
             "host": m.host,
             "curve": {k: [p.live.get(k, 0) for p in m.curve] for k in KINDS if any(p.live.get(k) for p in m.curve)},
-            "parts": starts,
-            "names": names,
-            "ops": [index[p] for p in places],
+            "parts": [[name, begin] for (name, _), begin in zip(lengths, begins, strict=False)],
+            "names": list(names),
+            "ops": [names[p] for p in places],
         }
-        seen[key] = panel
-        panels.append(panel)
-    return {"limit": cost.device.memory, "panels": panels}
+    return {"limit": cost.device.memory, "panels": list(panels.values())}
