@@ -6,7 +6,6 @@ import functools
 import json
 import pickle
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,6 +73,7 @@ def command(
         from shardc.report import kept_activations, text
         from shardc.report import scores as of_scores
         from shardc.report.memory_snapshot import snapshot
+        from shardc.report.page import html as of_page
         from shardc.report.trace import trace as of_step
 
         one_device = before and named.spec is None and not common.is_artifact(named.model)
@@ -83,8 +83,11 @@ def command(
             last = len(program.stages) - 1
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
         cost = functools.cache(lambda: _cost(program, device, quiet=as_json))
-        if html:
-            _page(program, html, cost, full=full)
+        if html:  # a program that is not compiled has no step to price and nothing to prove
+            priced = cost() if program.stages else None
+            with common.console.status("proving"):
+                proof = program.prove() if program.stages else None
+            html.write_text(of_page(program, priced, proof, full=full), encoding="utf-8")
         if trace:
             trace.write_text(json.dumps(of_step(cost())), encoding="utf-8")
         if memory_snapshot:
@@ -137,16 +140,6 @@ def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
         return program.cost(
             device, on=lambda rank, done, total: report(f"running a step of {rank} without data", done, total)
         )
-
-
-def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool) -> None:
-    """Write the HTML page. A program that is not compiled has no step to price and nothing to prove."""
-    from shardc.report.page import html
-
-    priced = cost() if program.stages else None
-    with common.console.status("proving"):
-        proof = program.prove() if program.stages else None
-    file.write_text(html(program, priced, proof, full=full), encoding="utf-8")
 
 
 def _schedule(cost: Cost, show: common.Show) -> None:

@@ -33,7 +33,6 @@ def data(plan: Plan) -> dict[str, Any]:
         "limit": a.usable,
         "rate": a.rate,
         "kinds": [*KINDS, "gaps", "outside"],
-        "causes": list(table.CAUSES),
         "words": {name: table.cause(name) for name in table.CAUSES},
         "rows": [_row(c) for c in plan.candidates],
         "waterfall": [
@@ -41,7 +40,7 @@ def data(plan: Plan) -> dict[str, Any]:
         ],
         "memory": f"{size(first.peak)} live at the peak; {table.needed(first)}" if first else "",
         "what_if": [dict(x) for x in plan.what_if],
-        "answers": [(name, _answer(name, answer)) for name, answer in plan.answers.items()],
+        "answers": [table.answer(name, x) for name, x in plan.answers.items()],
         "refused": list(plan.refused.items()),
     }
 
@@ -62,11 +61,3 @@ def _row(c: Candidate) -> dict[str, Any]:
         "shares": c.shares,
         "limited": table.limit(c),
     }
-
-
-def _answer(name: str, answer: Any) -> str:
-    value = answer.get("value")
-    text = f"{value:,.4g}" if isinstance(value, float) else str(value) if value else "none"
-    if name == "clusters":
-        text = ", then ".join(f"{x['devices']} × {x['device']}" for x in answer["clusters"])
-    return f"{text} {answer['what']}" if value else text

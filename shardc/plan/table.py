@@ -267,6 +267,20 @@ def helpful(plan: Plan) -> RenderableType:
     return rows
 
 
+def answer(name: str, answer: Mapping[str, Any]) -> tuple[str, str]:
+    """Return an answer of a plan in words: what it is about, and what it says."""
+    value = answer.get("value")
+    if name == "duration":
+        return f"{answer['tokens']:.3g} tokens", f"{value:,.1f} hours, {answer['device_hours']:,.0f} device-hours"
+    if name == "clusters":
+        return name, ", then ".join(f"{x['devices']} × {x['device']}" for x in answer["clusters"])
+    if not value:
+        return name, "none" if value is None else "nothing fits"
+    following = answer.get("next_needs_bytes")
+    text = f"{value} {answer['what']}, with {size(answer['needs_bytes'])}"
+    return name, text + (f"; {answer['next']} would need {size(following)}" if following else "")
+
+
 def of_clusters(answer: Mapping[str, Any]) -> RenderableType:
     """Return a table of the compared clusters, the best first."""
     names = ("clusters, " + answer["what"] + " first", "step", "MFU", "an hour", "a million tokens")

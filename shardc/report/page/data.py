@@ -51,8 +51,7 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
     ]
     shown: dict[str, Any] = {
         "facts": _facts(program, cost),
-        "proof": proof
-        and {"ok": proof.ok, "gaps": [asdict(g) for g in proof.gaps], "said": str(proof).splitlines()[0]},
+        "proof": proof and {"ok": proof.ok, "gaps": [*map(asdict, proof.gaps)], "said": str(proof).splitlines()[0]},
         "notes": [{"text": note, "lines": spec.of(note)} for note in note_lines(program.notes)],
         "regions": [{"text": text, "lines": spec.of(cause)} for text, cause in regions.items()],
         "modules": _small(modules),
@@ -85,9 +84,7 @@ def _facts(program: Program, cost: Cost | None) -> dict[str, Any]:
         "schedule": program.schedule.name if program.schedule is not None else "",
         "microbatches": program.microbatches,
         "numbers": sum(math.prod(p.shape) for p in program.params),
-        "parameters": sum(p.value.nbytes() for p in program.params),
         "mine": program.parameter_bytes() if program.stages else 0,
-        "torch": str(program.meta.get("torch", "")),
     }
     if cost is not None:
         facts |= {
@@ -97,7 +94,6 @@ def _facts(program: Program, cost: Cost | None) -> dict[str, Any]:
             "peak": cost.memory.peak,
             "limit": cost.device.memory,
             "fits": cost.fits,
-            "flops": cost.flops,
             "exposed": dict(cost.exposed),
         }
     return facts

@@ -1,6 +1,6 @@
-// Make the parts of all drawings: elements as plain values, their text as a file, numbers for people, round axes.
-// Nothing here or in a panel's file uses a document: document.js makes a page's elements, and the documentation's pictures
-// are the same elements as text. Names become text of an element or of an attribute, never markup.
+// Make the parts of all drawings: elements as plain values, numbers for people, round axes.
+// Nothing here or in a panel's file uses a document: document.js makes a page's elements, and docs/drawing.js writes the
+// same elements as text, for the documentation's pictures. Names become text of an element or of an attribute, never markup.
 "use strict";
 
 // --- elements
@@ -76,41 +76,10 @@ function list(pairs) {
   return el("dl", {}, known.flatMap(([term, about]) => [el("dt", {}, term), el("dd", {}, about)]));
 }
 
-const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-
-/** Return an element as text. A tip becomes a title, which any viewer of SVG shows. */
-function markup(node) {
-  if (!node.tag) return escaped(node);
-  const styles = Object.entries(node.style).map(([name, value]) => `${name}:${value}`).join(";");
-  const attributes = Object.entries({ ...node.attributes, ...(styles ? { style: styles } : {}) });
-  const tip = node.svg && node.attributes["data-tip"] ? `<title>${escaped(node.attributes["data-tip"])}</title>` : "";
-  const head = attributes.map(([name, value]) => ` ${name}="${escaped(value)}"`).join("");
-  const inside = tip + node.children.map(markup).join("");
-  return inside || !node.svg ? `<${node.tag}${head}>${inside}</${node.tag}>` : `<${node.tag}${head}/>`;
-}
-
-/** Return a drawing as a complete SVG file. sheet: picture.css, whose colours are inserted, for both themes. */
-function standalone(drawing, title, sheet) {
-  const colours = Object.fromEntries([...sheet.matchAll(/(--[\w-]+): ([^;]+);/g)].map((m) => [m[1], m[2]]));
-  const filled = (text, theme) => text.replace(/var\((--[\w-]+)\)/g, (_, name) => colours[name].replace(/light-dark\((.*), (.*)\)/, theme));
-  const rules = sheet.replace(/\/\*.*?\*\/|:root[^{]*\{[^}]*\}/gs, "").trim();
-  const style = `\n${filled(rules, "$1")}\n@media(prefers-color-scheme:dark){\n${filled(rules, "$2")}\n}`;
-  const wide = Number(drawing.attributes.width), top = 36, height = Number(drawing.attributes.height) + top;
-  const width = Math.max(wide, 24 + textWidth(title, "600 14px sans-serif"));
-  const root = svg("svg", { xmlns: "http://www.w3.org/2000/svg", width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
-    svg("title", {}, title), svg("style", {}, style), svg("rect", { class: "paper", width, height }), svg("text", { class: "title", x: 12, y: 22 }, title),
-    svg("svg", { x: (width - wide) / 2, y: top, width: wide, height: height - top, viewBox: drawing.attributes.viewBox }, drawing.children));
-  return `${filled(markup(root), "$1")}\n`;
-}
-
 // --- widths of texts
 
-/** Estimate the width of a text in pixels, by Helvetica's letters or a monospaced font. A page measures it instead. */
-let textWidth = (text, font) => {
-  const high = Number(/([\d.]+)px/.exec(font)[1]);
-  const letters = [...text].map((c) => (/mono/.test(font) ? 0.61 : /[iljtf.,:;|!'()[\] ]/.test(c) ? 0.3 : /[mwMW@%—]/.test(c) ? 0.88 : /[A-Z]/.test(c) ? 0.7 : 0.57));
-  return high * sum(letters) * (/600/.test(font) ? 1.12 : 1.05);
-};
+/** Return the width of a text in pixels: document.js measures it. */
+let textWidth;
 
 /** Shorten a text to fit, with … at its end. */
 function cut(text, pixels, high = 12) {

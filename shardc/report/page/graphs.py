@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import fx
@@ -103,26 +104,16 @@ class Graph:
                     if layer in self._layers.first:
                         break
         for layers in order.values():
-            run: list[str] = []
-            for layer in layers:
-                like = self._layers.first.get(layer)
-                if run and self._layers.first.get(run[0]) != like:
-                    run = []
-                if like is not None:
-                    run.append(layer)
-                    yield layer, run
+            for like, same in groupby(layers, self._layers.first.get):
+                run = list(same)
+                yield from ((layer, run) for layer in run if like is not None)
 
     def _operands(self, n: fx.Node) -> tuple[list[int], list[int]]:
         """Return (boxes, parameters) that an op reads."""
-        uses: dict[int, None] = {}
-        params: dict[int, None] = {}
-        for operand in n.all_input_nodes:
-            x, weight = _drawn(operand), _drawn(operand, through_gathers=True)
-            if weight.op == "placeholder" and weight.name in self._params:
-                params.setdefault(self._params[weight.name])
-            if x in self._box:
-                uses.setdefault(self._box[x])
-        return list(uses), list(params)
+        made = [self._box.get(_drawn(x)) for x in n.all_input_nodes]
+        stored = [_drawn(x, through_gathers=True) for x in n.all_input_nodes]
+        params = [self._params[x.name] for x in stored if x.op == "placeholder" and x.name in self._params]
+        return list(dict.fromkeys(x for x in made if x is not None)), list(dict.fromkeys(params))
 
 
 def _drawn(n: fx.Node, *, through_gathers: bool = False) -> fx.Node:

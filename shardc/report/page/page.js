@@ -180,7 +180,7 @@ function recall() {
     unfold(state.module);
     drawTree();
   }
-  state.picked = picked && thingOf(picked) ? picked : null;
+  state.picked = (thingOf(picked || "") || { x: null }).x;
   show(tab || "overview", { quiet: true });
   pick(state.picked, { quiet: true });
   if (state.picked && state.tab !== "overview") reveal(state.picked);

@@ -4,7 +4,7 @@
 const P = JSON.parse(typeof document === "undefined" ? DATA : document.getElementById("data").textContent);
 const SHADES = ["#8db4e8", "#e8ca7c", "#b9a0d8", "#bdbdae", "#86cfd3", "#8fc99a", "#d9a37e", "#e08f86", "#a9b18f", "#d3c3b4", "#9a9a9a"];
 const shadesOf = (names) => Object.fromEntries(names.map((name, i) => [name, SHADES[i]]));
-const MEMORY = shadesOf(P.kinds), TIME = shadesOf(P.causes);
+const MEMORY = shadesOf(P.kinds), TIME = shadesOf(Object.keys(P.words));
 
 function planSections() {
   const section = (title, ...parts) => el("section", {}, el("h2", {}, title), parts);

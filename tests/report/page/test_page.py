@@ -246,7 +246,7 @@ def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
 def test_exposed_time_is_that_of_the_cost() -> None:
     found = shown()
     of_page = sum(w["exposed"] for m in found["messages"] for w in m["ways"] if w["exposed"] is not None)
-    rest = sum(s.exposed for each in cost().spans() for s in each if s.record.tag == "loss")
+    rest = sum(s.exposed for each in cost().streams for s in each.spans if s.record.tag == "loss")
     assert of_page + rest == pytest.approx(sum(sum(r.exposed.values()) for r in cost().ranks))
     assert all(
         w["exposed"] <= w["seconds"] + 1e-12 for m in found["messages"] for w in m["ways"] if w["seconds"] is not None
