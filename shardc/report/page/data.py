@@ -170,5 +170,5 @@ def _weights(
 
 def _small(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return records without their empty values: the page's scripts restore these."""
-    empty = ("", None, [], {}, ())
+    empty: tuple[Any, ...] = ("", None, [], {}, ())
     return [{k: v for k, v in x.items() if v not in empty and v is not False} for x in records]
