@@ -23,7 +23,6 @@ def data(plan: Plan) -> dict[str, Any]:
     a, first = plan.target, plan.candidates[0] if plan.candidates else None
     fits = first is not None and first.fits
     spent = f"{plan.considered} choices considered, {len(plan.candidates)} priced"
-    falls = first.waterfall.items() if first else ()
     return {
         "title": f"{a.model} on {a.devices} × {a.device.name}",
         "facts": [*str(table.heading(plan)).strip().splitlines(), spent],
@@ -35,9 +34,7 @@ def data(plan: Plan) -> dict[str, Any]:
         "kinds": [*KINDS, "gaps", "outside"],
         "words": {name: table.cause(name) for name in table.CAUSES},
         "rows": [_row(c) for c in plan.candidates],
-        "waterfall": [
-            (table.WATERFALL.get(k, table.cause(k)), k if k in table.CAUSES else "compute", n) for k, n in falls
-        ],
+        "waterfall": table.falls(first) if first else [],
         "memory": f"{size(first.peak)} live at the peak; {table.needed(first)}" if first else "",
         "what_if": [dict(x) for x in plan.what_if],
         "answers": [table.answer(name, x) for name, x in plan.answers.items()],

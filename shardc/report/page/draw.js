@@ -78,7 +78,7 @@ function list(pairs) {
 
 // --- widths of texts
 
-/** Return the width of a text in pixels: document.js measures it. */
+// the width of a text in pixels: document.js measures it
 let textWidth;
 
 /** Shorten a text to fit, with … at its end. */
