@@ -12,7 +12,7 @@ from shardc.ir.patterns import enclosing, match, names_weight
 from shardc.ir.program import Program
 from shardc.ir.stored import Bucket, Param
 from shardc.spec import Spec
-from shardc.spec.yaml_reader import Places, dotted, read
+from shardc.spec.yaml_reader import dotted, read
 
 #: Settings of the command line, as places cite them: `--mesh dp=4`, `--set data.zero=3`.
 _OPTION = re.compile(r"--(?:mesh|set) \S+")
@@ -34,14 +34,15 @@ class SpecLines:
         self._cited = re.compile(rf"{re.escape(self.file)}:(\d+):\d+") if self.file else None
 
     @cached_property
-    def _places(self) -> Places:
-        """The places of all keys in the text, whose file is called "" here."""
-        return read("\n".join(self.lines[: self._written]), "", Errors()).places if self._written else Places()
+    def _keys(self) -> dict[tuple[str | int, ...], int]:
+        """The line of each key in the text."""
+        places = read("\n".join(self.lines[: self._written]), "", Errors()).places.keys if self._written else {}
+        return {path: int(place.split(":")[-2]) for path, place in places.items()}
 
     @cached_property
     def _by_path(self) -> list[tuple[str, int]]:
         """("spec: shard.use", its line) for each key, as causes cite a dict, the longest first."""
-        pairs = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
+        pairs = [(f"spec: {dotted(path)}", line) for path, line in self._keys.items() if path]
         return sorted(pairs, key=lambda x: -len(x[0]))
 
     def of(self, cause: str) -> list[int]:
@@ -63,10 +64,8 @@ class SpecLines:
         place = self.spec.where(path) if self.spec is not None else ""
         if _OPTION.match(place):
             return [self._option(place)]
-        for n in range(len(path), 0, -1):
-            if (key := path[:n]) in self._places.keys:
-                return [_line(self._places.keys[key])]
-        return []
+        around = (path[:n] for n in range(len(path), 0, -1))
+        return [self._keys[key] for key in around if key in self._keys][:1]
 
     def of_axes(self, axes: Iterable[str]) -> list[int]:
         """Return the lines that set the sizes of axes."""
@@ -107,7 +106,3 @@ class SpecLines:
         """Return the lines behind a bucket: ZeRO, and the axes over which the batch is split."""
         zero = self.at("data", "zero") if b.zero else []
         return list(dict.fromkeys([*zero, *self.of_axes((*b.axes, *filter(None, (b.shard,))))]))
-
-
-def _line(place: str) -> int:
-    return int(place.split(":")[-2])
