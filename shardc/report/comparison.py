@@ -40,7 +40,8 @@ def comparison_table(found: Sequence[Comparison]) -> str:
             if pair is not None:
                 rows.append([name, *map(size, pair), f"{pair[0] / max(pair[1], 1) - 1:+.1%}"])
         texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{place}: {steps}", *aligned(rows, "<>")]))
-        texts.append("\n".join(["ops that differ most", *aligned([_HEAD, *map(_op, c.ops[:SHOWN])], "<>")]))
+        ops = [["op", "of", "times", "predicted", "measured"], *map(_op, c.ops[:SHOWN])]
+        texts.append("\n".join(["ops that differ most", *aligned(ops, "<>")]))
     return "\n\n".join(texts)
 
 
@@ -64,9 +65,6 @@ def comparison_json(found: Iterable[Comparison]) -> list[dict[str, Any]]:
 
 def _pairs(lines: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
     return {name: {"predicted": expected, "measured": actual} for name, (expected, actual) in lines.items()}
-
-
-_HEAD = ["op", "of", "times", "predicted", "measured"]
 
 
 def _op(x: Difference) -> list[str]:

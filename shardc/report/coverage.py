@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from shardc.capture import capture
 from shardc.ir.graph import calls, is_call, source_of
-from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.passes.canonical import rewritten
 from shardc.passes.canonical.grouped_mm import with_experts
@@ -78,14 +78,10 @@ class Coverage:
 
     def __str__(self) -> str:
         missing = sum(r.how in ("refused", "no rule") for r in self.rows)
-        lines = [
-            f"{self.model}: {self.calls} calls of {self.ops} ops;"
-            f" {f'{missing} without a rule' if missing else 'every op has a rule'}"
-        ]
-        for how, meaning in KINDS.items():
-            rows = [r for r in self.rows if r.how == how]
-            if rows:
-                lines += ["", f"{how}: {meaning}"]
+        verdict = f"{missing} without a rule" if missing else "every op has a rule"
+        lines = [f"{self.model}: {self.calls} calls of {self.ops} ops; {verdict}"]
+        for how, rows in groupby(self.rows, lambda r: r.how):
+            lines += ["", f"{how}: {KINDS[how]}"]
             for r in rows:
                 lines.append(f"  {r.count:>4}×  {r.op}" + (f": {r.why}" if r.why else ""))
                 lines += [f"         {_place(at)}" for at in r.lines]
@@ -105,11 +101,7 @@ def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor]
 
     Arguments as of `shardc.compile`; the model may be on the meta device. Raises ShardcError if capture fails.
     """
-    return of_program(capture(model, batch, loss=loss, prove=False))
-
-
-def of_program(captured: Program) -> Coverage:
-    """Return the coverage of a captured program."""
+    captured = capture(model, batch, loss=loss, prove=False)
     canonical = rewritten(captured.graph)
     ops = [n.target for n in calls(captured.graph)]
     missing: defaultdict[tuple[str, str], list[tuple[Source, str]]] = defaultdict(list)  # (op, how): (place, why)

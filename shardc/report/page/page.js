@@ -254,7 +254,7 @@ function keys(e) {
 }
 
 byId("model").textContent = F.model;
-byId("mesh").textContent = meshText();
+byId("mesh").textContent = F.mesh.map(([axis, n]) => `${axis}=${n}`).join(" × ") || "one device";
 byId("file").textContent = D.spec.file || "as YAML: it was given in Python";
 fill(byId("facts"), factButtons());
 fill(byId("lines"), specLines());

@@ -5,8 +5,6 @@ const TABS = { overview: "Overview", graph: "Graph", timeline: "Timeline", memor
 /** The function that draws each panel, called with the width of its pictures in pixels. */
 const DRAW = { overview: overviewPanel, graph: graphPanel, timeline: timelinePanel, memory: memoryPanel, comm: commPanel, proof: proofPanel, text: textPanel };
 
-const meshText = () => (F.mesh.length ? F.mesh.map(([axis, n]) => `${axis}=${n}`).join(" × ") : "one device");
-
 function factButtons() {
   const fact = (panel, value, about, kind = "", extra = null) => el("button", { type: "button", onclick: () => show(panel), title: `open: ${TABS[panel]}` }, el("b", { class: kind }, value), extra, el("span", {}, about));
   const facts = [
