@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class Row:
         return {name: x for name, x in vars(self).items() if name != "tags"}
 
 
-def rows(cost: Cost, of: Callable[[CommRecord], K]) -> list[tuple[K, Row]]:
+def added_up(cost: Cost, of: Callable[[CommRecord], K]) -> list[tuple[K, Row]]:
     """Add up the collectives of a step that have the same kind, axes, direction and `of`, by direction."""
     sums: dict[tuple[K, str, str, str], Row] = {}
     beside: defaultdict[tuple[K, str, str, str], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -72,7 +72,7 @@ def _work(cost: Cost, way: str, op: str) -> str:
 
 def comm_rows(cost: Cost) -> list[Row]:
     """Return the rows of a step with all its microbatches, by axes and direction; copies to the host come last."""
-    by_cause = [replace(row, cause=cause) for cause, row in rows(cost, causes(cost.program))]
+    by_cause = [replace(row, cause=cause) for cause, row in added_up(cost, causes(cost.program))]
     return sorted(by_cause, key=lambda r: (r.axes == "+".join(HOST_LINK), r.axes))
 
 
@@ -83,16 +83,17 @@ def comm_table(cost: Cost) -> str:
         return "no collectives: one rank"
     size_of = "bytes, all stages" if cost.program.axis else "bytes a rank"
     lines = [["axis", "direction", "collective", "a step", size_of, "takes", "exposed", "behind", "cause"]]
-    for r in rows:
-        times = [seconds(x) if x is not None else "" for x in (r.seconds, r.exposed)]
-        lines.append([r.axes, r.direction, r.kind, str(r.count), size(r.bytes), *times])
-        lines[-1] += [r.behind, r.cause]
+    lines += [[r.axes, r.direction, r.kind, *_figures([r]), r.behind, r.cause] for r in rows]
     for axes in dict.fromkeys(r.axes for r in rows):
-        mine = [r for r in rows if r.axes == axes]
-        times = [seconds(sum(x)) for x in ([s.seconds or 0 for s in mine], [s.exposed or 0 for s in mine])]
-        count, nbytes = sum(s.count for s in mine), sum(s.bytes for s in mine)
-        lines.append([axes, "", "in all", str(count), size(nbytes), *times, "", ""])
+        lines.append([axes, "", "in all", *_figures([r for r in rows if r.axes == axes]), "", ""])
     first, *text = aligned(lines, "<<<>>>><<")
     notes = note_lines(cost.program.notes) if any(r.cause == IMPLICIT for r in rows) else []
     head = f"on {cost.device.name}: {cost.step_words}"
     return "\n".join([first, "-" * len(first), *text, head, *notes])
+
+
+def _figures(rows: Sequence[Row]) -> list[str]:
+    """Return the sums of rows: their number, bytes, seconds, exposed seconds; "" for those that are not known."""
+    times = ([r.seconds for r in rows], [r.exposed for r in rows])
+    shown = [seconds(sum(x or 0 for x in each)) if any(x is not None for x in each) else "" for each in times]
+    return [str(sum(r.count for r in rows)), size(sum(r.bytes for r in rows)), *shown]

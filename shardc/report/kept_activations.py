@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardc.cost import Cost
-from shardc.cost.kept_activations import Kept, Want
+from shardc.cost.kept_activations import Kept
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import plural, size
 from shardc.layer_names import layer_of
@@ -62,15 +62,12 @@ def _line(x: Kept, layer: str) -> _Line:
     if x.own:
         why = "made by the op for its own backward"
     else:
-        wants = list(dict.fromkeys(_want(w, layer) for w in x.wants))
+        after = (f" after {', '.join(w.after)}" if w.after else "" for w in x.wants)
+        ops = (_op(w.source.module, w.name, layer) for w in x.wants)
+        wants = list(dict.fromkeys(map("".join, zip(ops, after, strict=True))))
         more = f"; {len(wants) - MOST} more" if len(wants) > MOST else ""
         why = f"wanted by {'; '.join(wants[:MOST])}{more}" if wants else ""
     return x.nbytes, _op(x.source.module, x.name, layer), kind, why
-
-
-def _want(w: Want, layer: str) -> str:
-    op = _op(w.source.module, w.name, layer)
-    return f"{op} after {', '.join(w.after)}" if w.after else op
 
 
 def _op(module: str, name: str, layer: str) -> str:

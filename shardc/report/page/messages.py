@@ -15,7 +15,7 @@ from shardc.ir.metadata import CommRecord
 from shardc.ir.program import Program
 from shardc.ir.repeats import Repeats
 from shardc.layer_names import ranges
-from shardc.report.comm import Row, comm_rows, rows
+from shardc.report.comm import Row, added_up, comm_rows
 from shardc.report.page.spec_lines import SpecLines
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
@@ -64,7 +64,7 @@ class Messages:
             self._numbers |= {(f"bucket{i}", ""): len(self.all) for i in buckets}
             self.all.append(self._of_buckets(buckets, params))
         self.of_node |= {n: self._numbers[of] for n in gathers if (of := (str(n.args[1]), "")) in self._numbers}
-        for number, way in rows(cost, self.number) if cost is not None else ():
+        for number, way in added_up(cost, self.number) if cost is not None else ():
             if number is not None:
                 self.all[number]["ways"].append(way.to_json())
         known = self._numbers.keys()
