@@ -23,13 +23,13 @@ class HostCopy:
 class OffloadPlaces:
     """Where a rank keeps idle state: "none" (on its device), "cpu", or a directory for files.
 
-    optimizer: the optimizer's state; parameters: at zero 3, this rank's parts of them; page_mb: megabytes of parameters
-    in a page of the optimizer's step.
+    optimizer: the optimizer's state; parameters: at zero 3, this rank's parts of them; page_mb: MiB of parameters in a
+    page of the optimizer's step.
     """
 
     optimizer: str = "none"
     parameters: str = "none"
-    page_mb: float = 25.0
+    page_mb: float = 0.0
 
     @property
     def used(self) -> dict[str, str]:
