@@ -46,7 +46,7 @@ from shardc.runtime import schedule
 from shardc.spec import Spec
 from shardc.version import VERSION
 
-FORMAT = 2
+FORMAT = 3
 
 
 def write(program: Program, folder: str | Path) -> None:
@@ -95,8 +95,7 @@ def _write(program: Program, folder: Path) -> None:
     if program.schedule is not None:
         files[SCHEDULE] = f"{program.schedule}\n"
     files[LAYOUTS] = json.dumps(row(program), indent=1, ensure_ascii=False)
-    if program.spec is not None:
-        files[SPEC] = str(program.spec)
+    files[SPEC] = str(program.spec)
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
     # copies, as safetensors refuses tensors that share memory
@@ -181,9 +180,9 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     """Return the program with its graphs, schedule and spec, read from their texts."""
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
-    spec = Spec.parse(files.text(SPEC), files.path(SPEC)) if SPEC in files else None
+    spec = Spec.parse(files.text(SPEC), files.path(SPEC))
     regions = {r.name for r in program.regions}
-    unknown = spec is not None and spec.unknown_ops == "replicate"
+    unknown = spec.unknown_ops == "replicate"
 
     def graph(name: str, types: dict[str, Value], form: Any, **how: bool) -> fx.Graph:
         """Read a graph from its text. form: of what it returns; how: whether it is piped, or joint."""

@@ -28,7 +28,6 @@ from shardc.artifact.repeated_layers import Fold
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.metadata import Collective, Value
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.program import Program
 from shardc.ir.source import Source
@@ -194,7 +193,7 @@ def _head(program: Program, fold: Fold) -> Iterator[str]:
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
         yield from (f"# {plain(line)}" for line in program.meta["shard"])
-    yield from _offload(program.offload)
+    yield from _offload(program)
     yield "# parameters: name, type, axes its gradient is summed over, bucket"
     yield from (f"#   {p if isinstance(p, str) else param_text(p)}" for p in fold.params())
     if program.buffers:
@@ -213,12 +212,12 @@ def _head(program: Program, fold: Fold) -> Iterator[str]:
         yield f"# {e if isinstance(e, str) else edge_text(e, program)}"
 
 
-def _offload(offload: OffloadPlaces) -> Iterator[str]:
+def _offload(program: Program) -> Iterator[str]:
     names = {"optimizer": "optimizer state", "parameters": "parameters' parts"}
-    if offload.used:
+    if used := program.spec.data.offload.used if program.spec else {}:
         places = (
             f"{names[kind]} on the cpu" if place == "cpu" else f"{names[kind]} in files of {plain(place)}"
-            for kind, place in offload.used.items()
+            for kind, place in used.items()
         )
         yield f"# offload: {'; '.join(places)}"
 

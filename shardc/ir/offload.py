@@ -1,4 +1,4 @@
-"""Define offload: state that is kept off the device, and copies to the host's memory and back."""
+"""Define copies between the device and the host's memory."""
 
 from __future__ import annotations
 
@@ -17,22 +17,3 @@ class HostCopy:
 
     bytes: int
     cause: str = ""
-
-
-@dataclass(frozen=True)
-class OffloadPlaces:
-    """Where a rank keeps idle state: "none" (on its device), "cpu", or a directory for files.
-
-    optimizer: the optimizer's state; parameters: at zero 3, this rank's parts of them; page_mb: megabytes of parameters
-    in a page of the optimizer's step.
-    """
-
-    optimizer: str = "none"
-    parameters: str = "none"
-    page_mb: float = 25.0
-
-    @property
-    def used(self) -> dict[str, str]:
-        """{kind of state: place} of the state that is kept off the device."""
-        places = {"optimizer": self.optimizer, "parameters": self.parameters}
-        return {kind: place for kind, place in places.items() if place != "none"}

@@ -310,7 +310,10 @@ def fixed(count_of_stages: int) -> Iterator[tuple[str, Attack]]:
             f"source {path[:20]!r}",
             _table("manifest.json", lambda t, p=path: t["meta"].update(source={p: {"x": "y"}})),
         )
-        yield f"offload {path[:20]!r}", _table("layouts.json", lambda t, p=path: t.update(offload={"optimizer": p}))
+        yield (
+            f"offload {path[:20]!r}",
+            _bytes("spec.yaml", f"shardc: 1\nmesh: {{dp: 2}}\ndata: {{offload: {{optimizer: {path!r}}}}}\n".encode()),
+        )
         yield (
             f"spec's schedule {path[:20]!r}",
             _bytes(

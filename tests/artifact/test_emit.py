@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import shardc
 from shardc.api import Program
 from shardc.artifact import emit, parser
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.source import Source
 from shardc.ir.stage import Stage
 from shardc.report.text import before
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.spec import Spec
 from tests import example_text, zoo
 from tests.test_equal import spec_of
 
@@ -202,10 +202,10 @@ def test_the_artifact_comes_back_the_same(name: str, tmp_path: Path) -> None:
 
 
 def test_what_the_engine_acts_on_comes_back(tmp_path: Path) -> None:
+    sections = {"precision": {"loss_scale": "dynamic"}, "data": {"offload": {"optimizer": "cpu"}, "bucket_mb": 2}}
     fields = {
         "shared_modules": (("a", "b"),),
-        "loss_scale": "dynamic",
-        "offload": OffloadPlaces(optimizer="cpu", page_mb=2.0),
+        "spec": Spec.load({"shardc": 1, "mesh": {"dp": 2, "tp": 2}, **sections}),
     }
     first = replace(example_text.program(), **fields)
     first.save(tmp_path / "out")
@@ -283,7 +283,7 @@ def damaged(folder: Path, file: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "what"),
     [
-        ("manifest.json", '"format": 2', '"format": 99', "artifact of format 99"),
+        ("manifest.json", '"format": 3', '"format": 99', "artifact of format 99"),
         ("manifest.json", "{", "", "is not JSON"),
         ("manifest.json", '"sha256"', '"md5"', "is not the manifest of a shardc artifact"),
         ("manifest.json", '"mesh"', '"mush"', "mesh: Field required"),
