@@ -143,7 +143,7 @@ def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
     for size in range(1, len(reals) + 1):
         for group in combinations(reals, size):
             if frozenset(group) not in known and all(v.dtype.is_floating_point for v in choices.call.results):
-                yield f"linear in {' '.join(map(str, group))}", replace(choices.rule, linear=(group,), linear_of=None)
+                yield f"linear in {' '.join(map(str, group))}", replace(choices.rule, linear=" ".join(map(str, group)))
 
 
 def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> list[Finding]:
