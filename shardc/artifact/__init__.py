@@ -33,9 +33,9 @@ from torch import Tensor, fx
 
 from shardc.artifact import emit, model_source
 from shardc.artifact.folder_files import CONSTANTS, LAYOUTS, MANIFEST, SCHEDULE, SPEC, FolderFiles, digest
-from shardc.artifact.parser import graph_of
+from shardc.artifact.parser import MissingOpError, graph_of
 from shardc.artifact.rows import form, row
-from shardc.artifact.tables import Facts, Manifest, check, of_form
+from shardc.artifact.tables import Manifest, check, of_form
 from shardc.errors import Errors, ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.metadata import Value
@@ -128,19 +128,14 @@ def read(folder: str | Path, *, trust: bool = False) -> Program:
     program = replace(
         program,
         buffers=_with_constants(program, files),
-        meta=manifest.meta,
+        meta=manifest.meta.model_dump(exclude_unset=True),
         recorded=partial(ForwardRecord.read, manifest.record),
     )
-    return _with_texts(program, files)
-
-
-def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
-    """Return the facts of a folder's manifest: its model, and when it was compiled.
-
-    Also reads a folder that `read` refuses for an unregistered op. Raises ShardcError for an invalid manifest.
-    """
-    facts: dict[str, Any] = _manifest(FolderFiles(Path(folder), trust=trust)).meta
-    return facts
+    try:
+        return _with_texts(program, files)
+    except MissingOpError as e:
+        e.meta = program.meta
+        raise
 
 
 def _manifest(files: FolderFiles) -> Manifest:
@@ -154,7 +149,6 @@ def _manifest(files: FolderFiles) -> Manifest:
         fault = f"artifact of format {str(values['format'])[:20]}, this shardc reads {FORMAT}"
         raise ShardcError(fault, where=folder, fix="compile again")
     manifest: Manifest = of_form(Manifest, values, where)
-    of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
     then, now = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
     if then != now and not files.trust:

@@ -71,7 +71,9 @@ def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "pro
 
 
 class MissingOpError(ShardcError):
-    """A program calls a user's op that is not registered in this process."""
+    """A program calls a user's op that is not registered in this process. meta: the program's."""
+
+    meta: Mapping[str, Any] = {}
 
 
 @dataclass

@@ -44,10 +44,8 @@ def convolution(call: Call) -> Signature:
 
 def local_groups(call: LocalCall) -> fx.Node:
     """Set the op's groups to those of a rank, padding included."""
-    x, w, y = call.call.operands[0].shape, call.call.operands[1].shape, call.call.results[0].shape
-    layout, shape = (call.outputs[0], y) if _transposed(call.call) else (call.inputs[0], x)
-    local_channels = layout.local_shape(shape, call.mesh)[len(x) - len(w) + 1]
-    return call.same(groups=local_channels // call.inputs[1].local_shape(w, call.mesh)[1])
+    x, w = call.out_shape if _transposed(call.call) else call.local(0), call.local(1)
+    return call.same(groups=x[len(x) - len(w) + 1] // w[1])
 
 
 def _flops(call: Call) -> int:

@@ -79,7 +79,7 @@ def local(
     types = call.call.operands
     experts, (t, k), h = types[UP].shape[0], types[INDEX].shape, types[X].shape[1]
     digits, first = tuple((a, s.signed, *s.sections) for a, s in shards), shards[0][1]
-    local_count = call.inputs[UP].local_shape(types[UP].shape, call.mesh)[0]
+    local_count = call.local(UP)[0]
     ranks = math.prod(call.mesh.size(a) for a in axes)
 
     tokens = {a: replace(s, padding=s.padding * k) for a, s in call.inputs[X].shards(0)}

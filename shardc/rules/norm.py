@@ -35,9 +35,8 @@ def group_norm(call: Call) -> Signature:
 
 
 def local_group_norm(call: LocalCall) -> fx.Node:
-    whole, groups = call.call.operands[0].shape, call.call.arg("num_groups")
-    groups = call.inputs[0].local_shape(whole, call.mesh)[1] // (whole[1] // groups)
-    return call.same(num_groups=groups)
+    channels_of_a_group = call.call.operands[0].shape[1] // call.call.arg("num_groups")
+    return call.same(num_groups=call.local(0)[1] // channels_of_a_group)
 
 
 rule(aten.group_norm.default, group_norm, local=local_group_norm)

@@ -163,7 +163,7 @@ def repeat(call: Call) -> Signature:
 def local_repeat(call: LocalCall) -> fx.Node:
     """Repeat as often as this rank needs."""
     x, times = call.call.operands[0].shape, call.call.arg("repeats")
-    local = (1,) * (len(times) - len(x)) + call.inputs[0].local_shape(x, call.mesh)
+    local = (1,) * (len(times) - len(x)) + call.local(0)
     return call.same(repeats=[t if not s else o // s for t, s, o in zip(times, local, call.out_shape, strict=True)])
 
 
@@ -183,7 +183,7 @@ def local_repeat_interleave(call: LocalCall) -> fx.Node:
     dim, news = call.call.arg("dim"), {}
     if dim is not None and isinstance(call.call.arg("repeats"), int):
         d = call.call.dim(dim)
-        size = call.inputs[0].local_shape(call.call.operands[0].shape, call.mesh)[d]
+        size = call.local(0)[d]
         news = {"repeats": call.out_shape[d] // size} if call.split("r") else {}
         news |= {"output_size": call.out_shape[d]} if call.call.arg("output_size") is not None else {}
     return call.same(**news)
@@ -201,7 +201,7 @@ def cut(call: Call) -> Signature:
     One of equal parts: the dim is (part, place in it); every k-th entry: (place, part); the place may be split. A slice
     of all entries is the tensor itself; for any other range the dim stays whole.
     """
-    x, d = call.operands[0].shape, _cut_dim(call)
+    x, d = call.operands[0].shape, call.dim("dim")
     size, names = call.results[0].shape[d], names_of(len(x))
     start, _, step = _range(call)
     if size == x[d] and step == 1:
@@ -212,13 +212,9 @@ def cut(call: Call) -> Signature:
     return call.fit(*([[*names[:d], dim, *names[d + 1 :]]] for dim in (inside, out)))
 
 
-def _cut_dim(call: Call) -> int:
-    return call.dim("dim")
-
-
 def _range(call: Call) -> tuple[int, int, int]:
     """Return start, stop and step of a slice, as numbers from 0 to the dim's size."""
-    size = call.operands[0].shape[_cut_dim(call)]
+    size = call.operands[0].shape[call.dim("dim")]
     return slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(size)
 
 
@@ -227,16 +223,16 @@ def local_range(call: Call, size: int, own: int) -> tuple[int, ...]:
     start, _, step = _range(call)
     if step != 1:
         return start, own, step
-    start = start // call.results[0].shape[_cut_dim(call)] * size
+    start = start // call.results[0].shape[call.dim("dim")] * size
     return start, start + size
 
 
 def local_cut(call: LocalCall) -> fx.Node:
     """Slice the same part of this rank's entries if the dim is split; do nothing if all are taken."""
-    d = _cut_dim(call.call)
+    d = call.call.dim("dim")
     if not call.inputs[0].shards(d):
         return call.same()
-    size, local = call.out_shape[d], call.inputs[0].local_shape(call.call.operands[0].shape, call.mesh)[d]
+    size, local = call.out_shape[d], call.local(0)[d]
     if size in (local, 0):  # an empty part has no rule that splits the dim
         return call.args[0]  # type: ignore[no-any-return]
     return call.emit(aten.slice.Tensor, (call.args[0], d, *local_range(call.call, size, local)), {})
@@ -287,15 +283,12 @@ rule(aten.pad.default, pad, linear=lambda c: "" if c.arg("value") else "0")
 
 def split(call: Call) -> Signature:
     """Split a digit inside equal parts: the dim is (parts, part). Unequal parts: see `by_sections`."""
-    d, parts = _split_dim(call), [r.shape[_split_dim(call)] for r in call.results]
+    d = call.dim("dim")
+    parts = [r.shape[d] for r in call.results]
     before, after = (names := names_of(len(call.operands[0].shape)))[:d], names[d + 1 :]
     equal = len(set(parts)) == 1
     outs = [[*before, "c" if equal else f"c{i}!", *after] for i in range(len(parts))]
     return call.fit([[*before, "k! c" if equal else f"d{d}!", *after]], outs)
-
-
-def _split_dim(call: Call) -> int:
-    return call.dim("dim")
 
 
 def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
@@ -303,7 +296,7 @@ def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -
 
     [16] by sections 8|2 2|4, in parts of 8, 4 and 4:   8 plain, 4 by its digit 2, 4 plain
     """
-    d = _split_dim(call)
+    d = call.dim("dim")
     parts = tuple(r.shape[d] for r in call.results)
     cut = (p for p in available[0] if isinstance(p, Shard) and p.dim == d and p.sections)
     for p in sorted(cut, key=lambda p: p.sections):
@@ -331,7 +324,7 @@ def in_sections(p: Shard, size: int) -> tuple[int, ...]:
 
 
 def local_split(call: LocalCall) -> fx.Node:
-    d = _split_dim(call.call)
+    d = call.call.dim("dim")
     sizes = [o.local_shape(r.shape, call.mesh)[d] for o, r in zip(call.outputs, call.call.results, strict=True)]
     return call.emit(aten.split_with_sizes.default, (call.args[0], sizes, d), {})
 

@@ -43,7 +43,7 @@ def local_cut_written(call: LocalCall) -> fx.Node:
     d = call.call.dim("dim")
     if not call.inputs[0].shards(d):
         return call.same()
-    size, local = call.inputs[1].local_shape(call.call.operands[1].shape, call.mesh)[d], call.out_shape[d]
+    size, local = call.local(1)[d], call.out_shape[d]
     if local == size:
         return call.args[1]  # type: ignore[no-any-return]
     return call.emit(call.call.target, (*call.args[:2], d, *local_range(_read(call.call), size, local)), {})

@@ -109,8 +109,7 @@ def local_gradient(call: LocalCall) -> fx.Node:
     if not split or not y.requires_grad:
         return call.same()
     axes = call.mesh.merge([a for a in call.mesh.names if a in split])
-    local = call.inputs[0].local_shape(y.shape, call.mesh)
-    nbytes = math.prod(granules(local, granule)) * max(y.dtype.itemsize, 4)
+    nbytes = math.prod(granules(call.local(0), granule)) * max(y.dtype.itemsize, 4)
     collective = Collective("none", "all_reduce", axes, nbytes, _CAUSE)
     return call.emit(fp8_grad, (*call.args[:4], call.mesh_node, axes), {}, collective=collective)
 
@@ -152,7 +151,7 @@ def local_experts(call: LocalCall) -> fx.Node:
     over = call.mesh.merge(call.split("i"))
     if not over:
         return experts.local(call, fp8_experts_apply)
-    index = call.inputs[experts.INDEX].local_shape(call.call.operands[experts.INDEX].shape, call.mesh)
+    index = call.local(experts.INDEX)
     scales = Collective("all_reduce", "all_reduce", over, 4 * math.prod(index), _CAUSE)
     return experts.local(call, fp8_experts_apply, (call.mesh_node, over), collective=scales)
 

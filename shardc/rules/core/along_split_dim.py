@@ -46,7 +46,7 @@ def local_cumsum(call: LocalCall) -> fx.Node:
     out = call.call.results[0]
     dim = call.call.dim("dim")
     (digits, _), dtype = call.digits(0, dim), call.kwargs.get("dtype")
-    shape = call.outputs[0].local_shape(out.shape, call.mesh)
+    shape = call.out_shape
     rows = count(digits, call.mesh) * math.prod(shape) // shape[dim] * out.dtype.itemsize
     kwargs: dict[str, Any] = {"tag": ""} | ({"dtype": dtype} if dtype is not None else {})
     collective = _sum(call, rows, grad=out.requires_grad)
@@ -69,9 +69,8 @@ def edges(call: Call) -> tuple[int, int]:
 
 def local_conv1d(call: LocalCall) -> fx.Node:
     """Rewrite for a rank's groups, with zeros behind the sequence if a window reaches padding."""
-    x, weight = call.call.operands[0], call.call.operands[1]
-    shape = call.inputs[0].local_shape(x.shape, call.mesh)
-    groups = shape[1] // call.inputs[1].local_shape(weight.shape, call.mesh)[1]
+    x, shape = call.call.operands[0], call.local(0)
+    groups = shape[1] // call.local(1)[1]
     args = (*call.args[:3], call.call.arg("left"), call.call.arg("dilation"), groups)
     digits, _ = call.digits(0, 2)
     if not call.axes(ALONG_SPLIT_DIM) or not digits:

@@ -65,6 +65,10 @@ class LocalCall:
     def out_shape(self) -> tuple[int, ...]:
         return self.outputs[0].local_shape(self.call.results[0].shape, self.mesh)
 
+    def local(self, i: int) -> tuple[int, ...]:
+        """Return the shape of this rank's part of an operand."""
+        return self.inputs[i].local_shape(self.call.operands[i].shape, self.mesh)
+
     def axes(self, kind: str) -> list[str]:
         """Return the axes on which the op runs by this kind of strategy."""
         return [a for a, s in self.strategies.items() if s.kind == kind]

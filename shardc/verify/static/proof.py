@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from shardc.artifact import emit
+from shardc.artifact.tables import contradictions
 from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, placeholders, source_of, values_of
 from shardc.ir.mesh import MICROBATCH
@@ -114,6 +115,9 @@ class _Checker:
         program = self.program
         if not program.stages:
             yield Gap("program", "it is not compiled: there is no text to prove")
+            return
+        if faults := [Gap(f"program.{at}", fault) for at, fault in contradictions(program)]:
+            yield from faults
             return
         self.mesh = mesh_of(program)
         self.model = Model(program)
