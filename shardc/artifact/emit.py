@@ -259,8 +259,9 @@ def bucket_text(b: Bucket, program: Program) -> str:
         " and ", ", ", b.zero - 2 if b.zero > 2 else 0
     )
     params = f"{plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to {b.params[-1]}"
+    ahead = f"{plural(program.spec.data.prefetch, 'bucket')} ahead"
     if program.forward_only and b.zero == 3:
-        return f"parameters split over {b.shard}: {params}; all_gather in forward, {plural(b.prefetch, 'bucket')} ahead"
+        return f"parameters split over {b.shard}: {params}; all_gather in forward, {ahead}"
     each = " of each microbatch" if b.each and program.microbatches > 1 else ""
     ways = [f"reduce_scatter over {b.shard}{each}"] if b.shard in b.axes else []
     ways += (
@@ -268,7 +269,7 @@ def bucket_text(b: Bucket, program: Program) -> str:
         if set(b.axes) - {b.shard}
         else []
     )
-    often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
+    often = "once a step" if b.keep else f"in forward and in backward, {ahead}"
     after = f"all_gather {'in 8 bits ' if b.rounded else ''}{often}" if b.zero == 3 else "all_gather after the update"
     return f"{kept} split over {b.shard}: {params}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
 

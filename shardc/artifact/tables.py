@@ -145,11 +145,9 @@ def contradictions(program: Program) -> Iterator[tuple[str, str]]:
         yield from axes(f"params[{i}].reduce", p.reduce)
         if p.bucket >= len(buckets):
             yield f"params[{i}].bucket", f"there are {len(buckets)} buckets, and it is {p.bucket}"
-        elif p.bucket != (lists := bucket_of.get(p.name, -1)):
-            yield (
-                f"params[{i}].bucket",
-                f"it is {p.bucket}, and {f'bucket {lists}' if lists >= 0 else 'none'} lists {p.name}",
-            )
+        elif p.bucket != bucket_of.get(p.name, -1):
+            fault = f"it is {p.bucket}, and the bucket that lists {p.name} is {bucket_of.get(p.name, 'none')}"
+            yield f"params[{i}].bucket", fault
     for i, buffer in enumerate(program.buffers):
         yield from stages(f"buffers[{i}]", buffer.stages)
     for i, b in enumerate(buckets):
