@@ -33,7 +33,7 @@ from torch import Tensor, fx
 
 from shardc.artifact import emit, model_source
 from shardc.artifact.folder_files import CONSTANTS, LAYOUTS, MANIFEST, SCHEDULE, SPEC, FolderFiles, digest
-from shardc.artifact.parser import MissingOpError, graph_of
+from shardc.artifact.parser import MissingOpError, Reader
 from shardc.artifact.rows import form, row
 from shardc.artifact.tables import Manifest, check, of_form
 from shardc.errors import Errors, ShardcError
@@ -178,10 +178,11 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     regions = {r.name for r in program.regions}
     unknown = spec.unknown_ops == "replicate"
 
-    def graph(name: str, types: dict[str, Value], form: Any, **how: bool) -> fx.Graph:
+    def graph(name: str, types: dict[str, Value], form: Any, **how: Any) -> fx.Graph:
         """Read a graph from its text. form: of what it returns; how: whether it is piped, or joint."""
         place = files.path(name)
-        parsed = graph_of(files.text(name), program.mesh, types, place, regions=regions, unknown_ops=unknown, **how)
+        reader = Reader(files.text(name), program.mesh, types, place, regions=regions, unknown_ops=unknown, **how)
+        parsed = reader.run()
         if not _has_form(parsed.output_node().args[0], form):
             raise files.wrong(name, "it does not return the loss, and what the tables list beside it")
         return parsed

@@ -60,16 +60,6 @@ def source_of_text(comment: str) -> Source | None:
     return None
 
 
-def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program", **how: Any) -> fx.Graph:
-    """Return the graph of the only function in a text.
-
-    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text must agree.
-    how: fields of Reader. Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not
-    write. Lines are read one by one: nothing behind a wrong line is built.
-    """
-    return Reader(text, mesh, types, file, **how).run()
-
-
 class MissingOpError(ShardcError):
     """A program calls a user's op that is not registered in this process. meta: the program's."""
 
@@ -78,8 +68,9 @@ class MissingOpError(ShardcError):
 
 @dataclass
 class Reader:
-    """Reads one text.
+    """Reads the graph of the only function in a text.
 
+    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text must agree.
     piped: the function is a pipeline's stage: it takes some of the types, and then values of other stages. joint: it is
     half of a stage: it takes any of them, and others. regions: the names of existing regions; None: any. unknown_ops:
     also allow ops without a rule.
@@ -88,7 +79,7 @@ class Reader:
     text: str
     mesh: Mesh
     types: Mapping[str, Value]
-    file: str
+    file: str = "program"
     piped: bool = False
     joint: bool = False
     regions: Collection[str] | None = None
@@ -111,6 +102,10 @@ class Reader:
         return self.wrong(line, f"cannot read {what}{_written(node)!r}")
 
     def run(self) -> fx.Graph:
+        """Return the graph. Raises ShardcError with file and line for anything that `emit` would not write.
+
+        Lines are read one by one: nothing behind a wrong line is built.
+        """
         source, returned = Source(), False
         body = self._function()
         for line, text in enumerate(self.lines[body:], body + 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -39,11 +39,6 @@ def _mesh(axes: dict[str, int]) -> Mesh:
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Example(Form):
-    batch: Positive | None = None
-    seq: Positive | None = None
-
-
 class Sources(Form):
     """What shardc.artifact.model_source records: digests by file and name. python: its version."""
 
@@ -63,7 +58,7 @@ class Facts(BaseModel):
     pass_seconds: dict[str, Seconds] = {}
     shard: list[str] = []
     model_ref: str = ""
-    example: Example = Example()
+    example: dict[Literal["batch", "seq"], Positive | None] = {}
     source: Sources | None = None
 
 

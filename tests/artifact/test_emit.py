@@ -66,7 +66,7 @@ def test_texts_are_fixed_points(name: str) -> None:
         given = {n.name: n.meta["value"] for n in graph.nodes if n.op == "placeholder"}
         del given["mesh"], given["rng"]
         text = emit.module(graph, p, "again")
-        back = parser.graph_of(text, p.mesh, given)
+        back = parser.Reader(text, p.mesh, given).run()
         assert emit.module(back, p, "again") == text
         for old, new in zip(graph.nodes, back.nodes, strict=True):
             assert (old.op, old.name, old.target) == (new.op, new.name, new.target)
@@ -121,7 +121,7 @@ def _through(source: Source) -> Source:
     node = next(n for n in graph.nodes if n.name == "square")
     node.meta["source"] = source
     text = emit.module(graph, p, "odd")
-    back = parser.graph_of(text, p.mesh, types(p))
+    back = parser.Reader(text, p.mesh, types(p)).run()
     assert emit.module(back, p, "odd") == text
     found: Source = next(n for n in back.nodes if n.name == "square").meta["source"]
     return found
@@ -156,7 +156,7 @@ def test_arguments_print_and_parse(argument: Any) -> None:
     node.args = (node.args[0], argument)
     text = emit.module(graph, p, "arguments")
     compile(text, "text", "exec")
-    back = next(n for n in parser.graph_of(text, p.mesh, types(p)).nodes if n.name == "square").args[1]
+    back = next(n for n in parser.Reader(text, p.mesh, types(p)).run().nodes if n.name == "square").args[1]
     assert back == argument
     assert type(back) is type(argument) or isinstance(argument, list)
 
