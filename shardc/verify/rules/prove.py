@@ -125,7 +125,7 @@ def share_a_dim(first: Strategy, second: Strategy) -> bool:
 def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
     """Yield (what it would allow, the factor, the looser signature) for every whole factor."""
     before = {f for o in sig.inputs for dim in o for f in dim}
-    for f in sorted(f for f in sig.whole if sig.sizes[f] > 1 and not f.startswith("#")):
+    for f in sorted(f for f in sig.whole if sig.sizes[f] > 1):
         rest = sig.whole - {f}
         yield f"split {f}", f, replace(sig, whole=rest)
         if not all(sig.places(o, f) for o in sig.outputs):
