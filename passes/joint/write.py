@@ -18,8 +18,7 @@ from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.graph import is_call, producer_of, source_of
-from shardc.ir.metadata import Collective, Value
-from shardc.ir.offload import HostCopy
+from shardc.ir.metadata import Collective, HostCopy, Value
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.types import op_name

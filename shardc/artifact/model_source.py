@@ -80,24 +80,19 @@ def digests(main: Path, found: Iterable[Origin]) -> Digests:
     return {path: dict(sorted(names.items())) for path, names in sorted(result.items()) if names}
 
 
-def stale(meta: Mapping[str, Any], main: Path | None = None) -> tuple[str, bool]:
-    """Return (what has changed since a folder was compiled, or ""; whether that is certain).
+def stale(meta: Mapping[str, Any], main: Path | None = None) -> str:
+    """Return what has changed since a folder was compiled, or "". main: the main file, if it is another one.
 
-    meta: of its manifest. main: the main file, if it is another one. Uncertain: another Python compiled it, which may
-    parse the same code differently.
+    meta: of its manifest. Where another Python compiled it, which may parse the same code differently, nothing is
+    compared.
     """
-    if not (source := meta.get("source")):
-        return "", True
+    source = meta.get("source")
+    if not source or source["python"] != list(sys.version_info[:2]):
+        return ""
     then = Path(source["main"])
     main = then if main is None else main.resolve()
-    changes = changed(source["files"], main, other=main != then)
-    if not changes:
-        return "", True
-    fault = f"{'; '.join(changes)} changed since this was compiled: forward and loss are still those of then"
-    if source["python"] == list(sys.version_info[:2]):
-        return fault, True
-    python = ".".join(map(str, source["python"]))
-    return f"{fault}, or only read otherwise: it was compiled with Python {python}", False
+    changes = "; ".join(changed(source["files"], main, other=main != then))
+    return f"{changes} changed since this was compiled: forward and loss are still those of then" if changes else ""
 
 
 def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:

@@ -21,8 +21,7 @@ from shardc.artifact.tables import axis_fault
 from shardc.errors import ShardcError
 from shardc.ir.conversions import COLLECTIVES
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import Collective, Value
-from shardc.ir.offload import HostCopy
+from shardc.ir.metadata import Collective, HostCopy, Value
 from shardc.ir.source import Source
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.ops.shardc.*)

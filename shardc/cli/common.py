@@ -281,8 +281,8 @@ def _check_source(folder: str, program: Program, model: str | None, *, refuse: b
     from shardc.artifact import model_source
     from shardc.cli import model_file
 
-    fault, sure = model_source.stale(program.meta, model_file.source_of(model) if model else None)
-    if fault and sure and refuse:
+    fault = model_source.stale(program.meta, model_file.source_of(model) if model else None)
+    if fault and refuse:
         file = Path(model_file.source_of(model) if model else program.meta["source"]["main"])
         again = f"shardc compile {file.name} SPEC -o {folder}"
         fix = f"compile it again ({again}), or, to train it as it is, add --as-compiled"

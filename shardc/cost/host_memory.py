@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from shardc.cost.ledger import Ledger
-from shardc.ir.metadata import CommRecord
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.machine.work import Sent, Waited
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
