@@ -324,7 +324,7 @@ def test_damaged_artifacts(tmp_path: Path, file: str, old: str, new: str, what: 
         ("    wte_weight,", "    wtf_weight,", "'wte_weight' is missing, 'wtf_weight' is not listed"),
         (" ~dp grad\n", " ~qp grad\n", "the mesh has no axis qp"),
         ("  # f64[", "  # f32[", "in the layouts"),
-        ("all_gather/", "all_gather\\", "cannot read the collective"),
+        ("all_gather/", "all_gather\\", "cannot read 'all_gather"),
         ("    return (", "    import os; return (", "cannot read 'import os'"),
         (")  # f64[", ")  # f99[", "not a type"),
         (" = aten", " == aten", "cannot read"),
