@@ -48,13 +48,11 @@ def named(function: Callable[[Any], Any]) -> str:
 def row(op: Any, rule: Rule) -> RuleRow:
     functions = [f for f in (rule.notation, rule.linear) if not isinstance(f, str)]
     about = {named(f): " ".join((inspect.getdoc(f) or "").partition("\n\n")[0].split()) for f in functions}
-    where, family = rule.where, "pointwise"
-    if not where:  # found by torch's tag
-        where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
-    elif (path := Path(where.rpartition(":")[0])).parent == Path(errors.__file__).parent / "rules":
-        family = path.stem
-    else:
-        family = "own"
+    # without a place it was found by torch's tag
+    where = rule.where or f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
+    path = Path(where.rpartition(":")[0])
+    ours = path.parent == Path(errors.__file__).parent / "rules"
+    family = "pointwise" if not rule.where else path.stem if ours else "own"
     linear = rule.linear if isinstance(rule.linear, str) else named(rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
