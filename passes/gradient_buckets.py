@@ -129,20 +129,8 @@ class GradientBuckets(Pass):
                 last, filled = len(buckets), 0
                 late = any("[" in a for a in over)
                 keep = zero == 3 and section.keep
-                buckets.append(
-                    Bucket(
-                        over,
-                        dtype,
-                        (),
-                        axis if zero else "",
-                        zero,
-                        compute,
-                        section.prefetch,
-                        p.stages or (0,),
-                        late,
-                        keep,
-                    )
-                )
+                cut = axis if zero else ""
+                buckets.append(Bucket(over, dtype, (), cut, zero, compute, p.stages or (0,), late, keep))
                 filling.append(([], []))
             filling[last][0].append(p.name)
             filling[last][1].extend([] if rounded is None else [rounded])

@@ -84,7 +84,7 @@ def _use_band(graph: fx.Graph, node: fx.Node, facts: dict[fx.Node, _Fact | None]
     rows, keys = call.operands[0].shape[-2], call.operands[1].shape[-2]
     if value_of(mask).shape[-2:] != (rows, keys):
         return
-    p, scale, grouped = call.arg(4, "dropout_p", 0.0), call.arg(6, "scale"), call.arg(7, "enable_gqa", False)
+    p, scale, grouped = call.arg("dropout_p", call.arg("p")), call.arg("scale"), call.arg("enable_gqa")
     rng, index = (node.args[8], node.args[9]) if node.target is OPS[1] else (None, 0)
     without_mask = band.exact and not p
     causal = without_mask and (band.low, band.high) == (None, 0) and rows == keys

@@ -70,4 +70,4 @@ class Place(Pass):
 
 def _without_partial_sums(choices: Choices) -> Choices:
     """Return the choices without those that take partial sums: rounding is not linear."""
-    return replace(choices, rule=replace(choices.rule, linear=(), linear_of=None))
+    return replace(choices, rule=replace(choices.rule, linear=""))

@@ -15,15 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shardc.ir.offload import OffloadPlaces
 from shardc.runtime.mesh.allocator import return_freed
 from shardc.runtime.offload.copies import Home, Mover
 from shardc.runtime.offload.storage import Files, Memory, Place
+
+if TYPE_CHECKING:
+    from shardc.spec.data_section import Data
 
 #: How many homes a gather may still read: one now, one ahead.
 HELD = 2
@@ -32,19 +34,19 @@ _Read = tuple[Home, str]  # (what is read, for which direction)
 
 
 class Offload:
-    """The places of one rank outside of its device, as the program names them.
+    """The places of one rank outside of its device, as the spec's `data` names them.
 
     .homes: where each offloaded parameter of the optimizer is kept. At rest such a parameter's data is its home; on a
     GPU it is a placeholder without memory, so that gradients on the device match it.
     """
 
-    def __init__(self, places: OffloadPlaces, mesh: Any) -> None:
+    def __init__(self, section: Data, mesh: Any) -> None:
         self.device: torch.device = mesh.device
         self._mover: Mover | None = None
-        self.page_bytes = int(places.page_mb * 2**20)
+        self.page_bytes = int(section.bucket_bytes())
         self.places: dict[str, Place] = {}
         by_name: dict[str, Place] = {}
-        for kind, name in places.used.items():
+        for kind, name in section.offload.used.items():
             by_name[name] = by_name.get(name) or self._place(name, mesh, f"data.offload.{kind}")
             self.places[kind] = by_name[name]
         self.homes: dict[nn.Parameter, Home] = {}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import ShardcError
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime.checks import engine_options
@@ -131,7 +130,7 @@ class Engine:
         mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
         rng: Callable[[int], Rng] = Rng,
-        offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
+        offload: Callable[[Any, Any], Offload] = Offload,
     ) -> None:
         #: Options that `set` can change.
         settable = {"clip_norm": clip_norm, "norm": norm, "nonfinite": nonfinite, "check_every": check_every}
@@ -163,7 +162,7 @@ class Engine:
             self.rng,
             self._checks.parts(parts),
             buffers,
-            offload(program.offload, self.mesh),
+            offload(program.spec.data, self.mesh),
             forward_arguments=inputs.arguments(loaded.model),
             make_interpreter=interpreter,
         )

@@ -51,7 +51,8 @@ class Update:
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
         schedule = Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
         self.schedule(schedule)
-        self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
+        scale = program.spec.precision.loss_scale
+        self.scaler = LossScaler(scale, model.mesh) if scale is not None else None
         self._norm = GradNorm(program, model.owned, model.mesh)
         self.norm: Tensor | None = None
         self.consistent = True

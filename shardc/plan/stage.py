@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.cost.recorded import KINDS, DryRun
-from shardc.ir.metadata import CommRecord
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.machine.clock import Clock
 from shardc.machine.work import Op, Part
 from shardc.runtime.schedule.actions import PAIRS

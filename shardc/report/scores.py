@@ -96,7 +96,7 @@ def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
     local_heads = out.layout.local_shape(out.shape, mesh)[-3] if len(out.shape) > 2 else 1
     over = tuple((a, mesh.size(a)) for a, _ in q.layout.shards(dim) if mesh.size(a) > 1)
     window = dict(call.kwargs).get("window")
-    band = CAUSAL if call.arg(5, "is_causal", False) else Band(*window) if window else ALL
+    band = CAUSAL if call.arg("is_causal") else Band(*window) if window else ALL
     masked = len(call.operands) > 3
     ring: Collective | None = node.meta.get("collective")
     method = "ring" if ring else "keys of all ranks" if over else "heads split" if local_heads < heads else "whole"

@@ -18,6 +18,12 @@ class Offload(Section):
     optimizer: Place = Field(default="none", examples=["cpu"])
     parameters: Place = Field(default="none", examples=["cpu"])
 
+    @property
+    def used(self) -> dict[str, str]:
+        """{kind of state: place} of the state that is kept off the device."""
+        places = {"optimizer": self.optimizer, "parameters": self.parameters}
+        return {kind: place for kind, place in places.items() if place != "none"}
+
 
 class Data(Section):
     """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*, or without these the axes of `sequence`;

@@ -30,9 +30,7 @@ def use_conv1d(graph: fx.Graph) -> None:
 def _replace(graph: fx.Graph, node: fx.Node) -> None:
     """Replace one convolution, with the padding before it and the slice after it, if they keep the number of tokens."""
     call, x = call_of(node), node.args[0]
-    stride, padding, dilation = (
-        _one_number(call.arg(i, n, d)) for i, n, d in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
-    )
+    stride, padding, dilation = (_one_number(call.arg(name)) for name in ("stride", "padding", "dilation"))
     if not isinstance(x, fx.Node) or node.kwargs or len(value_of(x).shape) != 3:
         return
     if stride != 1 or padding is None or dilation is None:
@@ -56,7 +54,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     if behind < 0 or result.meta.get("pin") is not None:
         return
     args: tuple[Any, ...] = (unpadded, node.args[1], node.args[2] if len(node.args) > 2 else None)
-    args = (*args, front, dilation, call.arg(6, "groups", 1))
+    args = (*args, front, dilation, call.arg("groups"))
     with graph.inserting_before(result):
         new = graph.call_function(ops.conv1d, args)
     new.meta = {**result.meta, "source": node.meta["source"]}

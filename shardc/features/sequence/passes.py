@@ -88,7 +88,7 @@ def _zigzag(spec: Spec, sequence: Sequence, program: Program) -> bool:
     dims = [(x, _dim(sequence, x)) for x in program.inputs]
     parts = 2 * spec.token_ranks
     even = spec.uneven == "pad" or not any(x.shape[d] % parts for x, d in dims if d is not None)
-    return even and any(c.arg(5, "is_causal", False) or dict(c.kwargs).get("window") == (None, 0) for c in calls)
+    return even and any(c.arg("is_causal") or dict(c.kwargs).get("window") == (None, 0) for c in calls)
 
 
 def _layout(axes: tuple[str, ...], dim: int, mesh: Mesh, *, zigzag: bool) -> Layout:

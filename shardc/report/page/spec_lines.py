@@ -25,9 +25,9 @@ class SpecLines:
     """
 
     def __init__(self, program: Program) -> None:
-        self.spec: Spec | None = program.spec
+        self.spec: Spec = program.spec
         meta = program.meta.get("spec", {})
-        text = meta.get("text") or (str(self.spec) if self.spec is not None else "")
+        text = meta.get("text") or str(self.spec)
         self.file: str = meta.get("file", "")
         self.lines: list[str] = text.rstrip().splitlines()
         self._written = len(self.lines)
@@ -60,7 +60,7 @@ class SpecLines:
 
     def at(self, *path: str | int) -> list[int]:
         """Return the line of a key, or of the nearest key around it."""
-        place = self.spec.where(path) if self.spec is not None else ""
+        place = self.spec.where(path)
         if _OPTION.match(place):
             return [self._option(place)]
         for n in range(len(path), 0, -1):
@@ -75,8 +75,6 @@ class SpecLines:
     def of_param(self, p: Param) -> list[int]:
         """Return the lines that split a parameter: an entry with its name, `use`, experts, or the mesh's axes."""
         lines: list[int] = []
-        if self.spec is None:
-            return lines
         for axis, _ in p.layout.shards():
             lines += self._of_split(p, axis)
         return list(dict.fromkeys(lines))
@@ -84,7 +82,7 @@ class SpecLines:
     def activations(self, modules: Sequence[str]) -> list[dict[str, Any]]:
         """Return the entries of `activations`, with the outermost modules that each names."""
         entries = []
-        for rule in self.spec.activations if self.spec is not None else ():
+        for rule in self.spec.activations:
             key = f"{rule.pattern}:in" if rule.at == "input" else rule.pattern
             named = [m for m in modules if match(rule.pattern, m)]
             outermost = [m for m in named if not any(m.startswith(f"{other}.") for other in named)]
@@ -94,7 +92,6 @@ class SpecLines:
         return entries
 
     def _of_split(self, p: Param, axis: str) -> list[int]:
-        assert self.spec is not None
         base = axis.partition("[")[0]  # tp[0], a part of an axis
         for rule in self.spec.shard:
             named = match if rule.dims is not None else names_weight
