@@ -12,7 +12,6 @@ from shardc.cost.step import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.machine.device import Device
-from shardc.plan.few_layers import Subject
 from shardc.plan.price import Priced, price
 from shardc.plan.questions import Largest, what_if
 from shardc.plan.result import Candidate, Plan, Target
@@ -35,7 +34,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 class Planner:
     """A planner for one model on one kind of device. See shardc.plan.plan."""
 
-    subject: Subject
+    runs: Runs
     device: Device
     precision: str
     headroom: float
@@ -50,10 +49,6 @@ class Planner:
         if not 0 <= self.headroom < 1:
             fix = "a number from 0 to 1, such as 0.05"
             raise ShardcError(f"headroom {self.headroom} is not a share", where="--headroom", fix=fix)
-
-    @cached_property
-    def runs(self) -> Runs:
-        return Runs(self.subject, self.device.kind == "cpu")
 
     @cached_property
     def facts(self) -> Facts:
