@@ -16,6 +16,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -41,7 +42,7 @@ from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, stretches, whole
-from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, open_safetensors
+from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
@@ -66,10 +67,15 @@ class Output:
     of: names of the tensors that it is computed from; itself: it is one of them, unchanged.
     """
 
-    entry: Entry
+    name: str
+    dtype: torch.dtype
     ref: Ref
     of: tuple[str, ...]
     itself: bool
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.ref.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -88,17 +94,19 @@ class Layout:
     metadata: Mapping[str, str]
     finish: Callable[[], None]
 
-    def split(self, max_bytes: int) -> list[list[Output]]:
-        """Return the outputs of each file, of at most `max_bytes` (or one tensor)."""
+    def files(self, max_bytes: int, single: Path | None) -> dict[Path, list[Output]]:
+        """Return the outputs of each file, of at most `max_bytes` or one tensor. single: the one file, of any size."""
         groups: list[list[Output]] = [[]]
         size = 0
         for x in self.outputs:
-            if groups[-1] and size + x.entry.nbytes > max_bytes:
+            if groups[-1] and size + x.nbytes > max_bytes and single is None:
                 groups.append([])
                 size = 0
             groups[-1].append(x)
-            size += x.entry.nbytes
-        return groups
+            size += x.nbytes
+        ends = [f"-{i + 1:05d}-of-{len(groups):05d}" for i in range(len(groups))] if groups[1:] else [""]
+        finals = [self.folder / f"{self.stem}{end}.safetensors" for end in ends] if single is None else [single]
+        return dict(zip(finals, groups, strict=True))
 
 
 # --- from an engine ---------------------------------------------------------------------------------------------------
@@ -211,7 +219,7 @@ def plan(
 
     def layout(at: Path, stem: str, saved: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
         outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in saved.items()), key=lambda x: x.of))
-        if wide := {x.entry.name: x.entry.dtype for x in outputs if x.entry.dtype not in NAMES}:
+        if wide := {x.name: x.dtype for x in outputs if x.dtype not in NAMES}:
             fix = "save a checkpoint instead (engine.save), or train in complex64"
             kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in wide.values()}))
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
@@ -241,7 +249,7 @@ def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None)
     stored = (tape.entries[i].args[0] for i in tape.closure([ref.storage]) if tape.entries[i].func is None)
     read = tuple(x.name for x in stored if x.name)
     source = tape.source(ref)
-    return Output(Entry(name, written, ref.shape), ref, read, source is not None and source.name != "")
+    return Output(name, written, ref, read, source is not None and source.name != "")
 
 
 def skeleton(model: nn.Module | None) -> nn.Module | None:
@@ -346,9 +354,10 @@ def write(
     Raises ShardcError on all ranks. Old files are unchanged if writing failed; if a rename or a config failed, some are
     replaced.
     """
-    groups = [list(layout.outputs)] if single is not None else layout.split(max_bytes)
-    parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
-    headers = [header([x.entry for x in group], {**layout.metadata, **_MARK}) for group in groups]
+    files = layout.files(max_bytes, single)
+    parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(files))]
+    metadata = {**layout.metadata, **_MARK}
+    headers = [header([(x.name, x.dtype, x.ref.shape) for x in group], metadata) for group in files.values()]
     problem: OSError | None = None
 
     def tried(work: Callable[..., None], *args: Any) -> None:
@@ -363,81 +372,75 @@ def write(
     if mesh.rank == 0:
         tried(_begin, layout.folder, parts, headers)
     _agree(mesh, problem, layout.folder)
-    for group, part, (_, placed) in zip(groups, parts, headers, strict=True):
-        files: list[int] = []
-        tried(lambda part: files.append(os.open(part, os.O_WRONLY | os.O_CLOEXEC)), part)  # noqa: B023 (called at once)
+    for group, part, (_, starts) in zip(files.values(), parts, headers, strict=True):
+        opened: list[int] = []
+        tried(lambda part: opened.append(os.open(part, os.O_WRONLY | os.O_CLOEXEC)), part)  # noqa: B023 (called at once)
         try:
-            for entry, place, data in _data(layout, list(zip(group, placed, strict=True)), held, gathered, mesh.rank):
-                tried(_write_slice, *files, entry, place, data)
-            tried(disk_calls.sync, *files)
+            placed = list(zip(group, starts, strict=False))
+            for x, start, place, data in _data(layout, placed, held, gathered, mesh.rank):
+                tried(_write_slice, *opened, x, start, place, data)
+            tried(disk_calls.sync, *opened)
         finally:
-            for descriptor in files:
+            for descriptor in opened:
                 os.close(descriptor)
     _agree(mesh, problem, layout.folder)
     if mesh.rank == 0:
-        tried(_rename_files, layout, groups, parts, single)
+        tried(_rename_files, layout, files, parts, single)
         tried(layout.finish)
         tried(disk_calls.sync_folder, layout.folder)
     _agree(mesh, problem, layout.folder)
 
 
-def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, list[Entry]]]) -> None:
+def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, list[int]]]) -> None:
     """Create files of their full length, with their headers."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part, (first, placed) in zip(parts, headers, strict=True):
+    for part, (first, starts) in zip(parts, headers, strict=True):
         part.unlink(missing_ok=True)
         disk_calls.write_file(part, first)
-        os.truncate(part, placed[-1].stop if placed else len(first))
+        os.truncate(part, starts[-1])
 
 
 def _data(
-    layout: Layout, outputs: Sequence[tuple[Output, Entry]], held: Held, gathered: Callable[[str], Tensor], rank: int
-) -> Iterator[tuple[Entry, Ranges, Tensor]]:
-    """Yield what this rank writes: (entry, ranges, numbers). Computes what shares inputs together."""
+    layout: Layout, outputs: Sequence[tuple[Output, int]], held: Held, gathered: Callable[[str], Tensor], rank: int
+) -> Iterator[tuple[Output, int, Ranges, Tensor]]:
+    """Yield what this rank writes: (output, its first byte, ranges, numbers). Computes what shares inputs together."""
     for (itself, names), group in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
         together = list(group)
         if itself:
-            for x, entry in together:
-                yield from ((entry, ranges, local.detach()) for ranges, local in held(x.of[0]))
+            for x, start in together:
+                yield from ((x, start, ranges, local.detach()) for ranges, local in held(x.of[0]))
             continue
         layout.values.update({name: gathered(name) for name in names})
         if rank == 0:
             computed = layout.tape.replay([x.ref for x, _ in together], None)
-            yield from ((e, whole(e.shape), x) for (_, e), x in zip(together, computed, strict=True))
+            yield from ((*pair, whole(x.shape), x) for pair, x in zip(together, computed, strict=True))
         layout.values.clear()
 
 
-def _write_slice(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> None:
-    """Write a slice of a tensor to its place in a file."""
-    length, starts = stretches(entry.shape, place)
-    size, memory = length * entry.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=entry.dtype).contiguous())
+def _write_slice(descriptor: int, x: Output, first: int, place: Ranges, data: Tensor) -> None:
+    """Write a slice of a tensor to its place in a file. first: where the tensor begins there."""
+    length, starts = stretches(x.ref.shape, place)
+    size, memory = length * x.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=x.dtype).contiguous())
     for i, start in enumerate(starts):
-        disk_calls.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
+        disk_calls.write(descriptor, memory[i * size : (i + 1) * size], first + start * x.dtype.itemsize)
 
 
 def _rename_files(
-    layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None
+    layout: Layout, files: Mapping[Path, Sequence[Output]], parts: Sequence[Path], single: Path | None
 ) -> None:
     """Rename the written files to their final names; remove those of an earlier export."""
-    many = len(groups) > 1
-    names = [
-        f"{layout.stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" if many else f"{layout.stem}.safetensors"
-        for i in range(len(groups))
-    ]
-    finals = [single] if single is not None else [layout.folder / name for name in names]
-    for part, final in zip(parts, finals, strict=True):
+    for part, final in zip(parts, files, strict=True):
         disk_calls.rename(part, final)
     if single is not None:
         return
-    index_name = f"{layout.stem}.safetensors.index.json"
-    if many:
-        weight_map = {x.entry.name: name for group, name in zip(groups, names, strict=True) for x in group}
-        total = sum(x.entry.nbytes for x in layout.outputs)
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        (layout.folder / index_name).write_text(text + "\n")
+    new, index_file = {*files}, layout.folder / f"{layout.stem}.safetensors.index.json"
+    if len(files) > 1:
+        weight_map = {x.name: final.name for final, group in files.items() for x in group}
+        metadata = {"total_size": sum(x.nbytes for x in layout.outputs)}
+        index_file.write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+        new.add(index_file)
     for file in layout.folder.iterdir():
-        stale = _WEIGHTS.fullmatch(file.name) and file.name.startswith(layout.stem)
-        if stale and file.name not in names and not (many and file.name == index_name):
+        if _WEIGHTS.fullmatch(file.name) and file.name.startswith(layout.stem) and file not in new:
             file.unlink()
 
 

@@ -14,8 +14,9 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
+from shardc.runtime.state.fitting import SAVED_MODEL, check_tensors
 from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, joined
-from shardc.runtime.state.sources import SAVED_MODEL, Weights, check_tensors
+from shardc.runtime.state.sources import Weights
 
 # --- global tensors, from every rank's parts of them
 

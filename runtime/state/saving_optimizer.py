@@ -19,8 +19,8 @@ from shardc.ir.placement import Layout
 from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Part, by_name, copied, cut_axes, replicas
 from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.owners import RankState
-from shardc.runtime.state.sources import check_tensors
 from shardc.runtime.zero.optimizer_list import IMPLEMENTATIONS, class_of, group_classes
 
 #: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill

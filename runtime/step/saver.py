@@ -19,7 +19,7 @@ from shardc.runtime.state.export import export_safetensors
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import full_state_dict
-from shardc.runtime.state.saving import Saves, save
+from shardc.runtime.state.saving import Saves, planned
 from shardc.runtime.step import resumed
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.schedulers import steps_of
@@ -51,10 +51,6 @@ class Saver:
         model, optimizer, shards = self.model, self.update.optimizer, self.buckets.shards
         return RankState(self.program, self.mesh, self.owned, model.buffers, optimizer, shards, model.owners)
 
-    @property
-    def checks(self) -> bool:
-        return self.hooks.compares
-
     def save(self, folder: str | Path, *, wait: bool, keep: int | None, overwrite: bool) -> None:
         self.update.check_consistent()
         model = self.model
@@ -63,7 +59,8 @@ class Saver:
             self.saves.finish_at_exit()
         with self.mesh.together(f"saving step {model.rng.step}"), model.offload.params_on_host():
             self.hooks.saving(self.update.optimizer)
-            save(folder, self.held, extra, saves=self.saves, keep=keep, wait=wait, overwrite=overwrite)
+            plan = functools.partial(planned, self.held, extra)
+            self.saves.save(folder, plan, keep=keep, wait=wait, overwrite=overwrite)
 
     def extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint has apart from tensors and the optimizer's settings."""
@@ -184,6 +181,7 @@ class Saver:
     @contextmanager
     def sending(self) -> Iterator[None]:
         """Prepare weights for sending: see shardc.features.reshard.runtime.End."""
+        self.hooks.call("moving weights")
         self.update.check_consistent()
         self.model.gather_written()
         self.buckets.wait_for_gathers()
@@ -196,5 +194,5 @@ class Saver:
         self._make_ready()
         with self.model.offload.params_on_host():
             yield
-        self.buckets.mark_gathered()
+        self.buckets.filled()
         self._filled()

@@ -7,15 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-import torch
-
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.boxes import Box, Part, by_name
-from shardc.runtime.state.checkpoint_index import Numbers
+from shardc.runtime.state.boxes import Box, Numbers, boxes_of
 from shardc.runtime.zero.flat_partition import FlatShards
-
-_NOTHING = torch.empty(0)
 
 
 class Place(Protocol):
@@ -31,7 +26,7 @@ class Plan:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._stretches = FlatShards(program)
+        self.shards = FlatShards(program)
 
     @cached_property
     def stored(self) -> dict[str, Param | Buffer]:
@@ -48,21 +43,6 @@ class Plan:
         """Buffers of the model by their first names."""
         return {b.fqn: b for b in self.program.buffers if b.fqn}
 
-    def zero(self, p: Param) -> int:
-        """Return the ZeRO level of its bucket."""
-        bucket = self.program.bucket(p)
-        return bucket.zero if bucket is not None else 0
-
-    def boxes(self, x: Param | Buffer, name: str, rank: int, *, cut: bool) -> Sequence[Box]:
-        """Return a rank's boxes of x; of a stack, of its member `name`. cut: only ZeRO's stretch for the rank."""
-        mesh = self.program.mesh
-        if not self.program.has(x, mesh.coords(rank)):
-            return ()
-        if isinstance(x, Buffer):
-            return Part(_NOTHING, x.shape, x.layout).boxes(mesh, rank)
-        run = self._stretches.of(x, rank) if cut else None
-        return by_name(x, Part(_NOTHING, x.shape, x.layout, run))[name].boxes(mesh, rank)
-
 
 @dataclass(frozen=True)
 class InPlan:
@@ -78,9 +58,12 @@ class InPlan:
     ranks: frozenset[int] | None = None
 
     def boxes(self, rank: int) -> Sequence[Box]:
-        if self.ranks is not None and rank not in self.ranks:
+        x, program = self.plan.stored[self.stored], self.plan.program
+        if (self.ranks is not None and rank not in self.ranks) or not program.has(x, program.mesh.coords(rank)):
             return ()
-        return self.plan.boxes(self.plan.stored[self.stored], self.name, rank, cut=self.cut)
+        shard = self.plan.shards.of(x, rank) if self.cut and isinstance(x, Param) else None
+        member = x.members.index(self.name) if x.members else None
+        return boxes_of(x.shape, x.layout, shard, program.mesh, rank, member)
 
     def on(self, ranks: frozenset[int]) -> InPlan:
         """Return the same place on these ranks only; itself, if no other rank has any of it."""
@@ -96,6 +79,4 @@ class Whole:
     ranks: frozenset[int]
 
     def boxes(self, rank: int) -> Sequence[Box]:
-        if rank not in self.ranks or 0 in self.shape:
-            return ()
-        return (Box((0,) * len(self.shape), self.shape, tuple(slice(0, n) for n in self.shape)),)
+        return (Box.alone((0,) * len(self.shape), self.shape),) if rank in self.ranks and 0 not in self.shape else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.features.reshard import training, wanted
-from shardc.features.reshard.moves import BUCKET, Key, Moves, Wanted
+from shardc.features.reshard.moves import Moves
 from shardc.features.reshard.places import Plan
 from shardc.features.reshard.wanted import local_tensors, weights
 from shardc.ir.program import Program
-from shardc.runtime.mesh import agreement
 from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
 from shardc.runtime.zero.buckets import Buckets
@@ -37,11 +36,6 @@ class End(Protocol):
     @property
     def buffers(self) -> Mapping[str, Tensor]: ...
 
-    @property
-    def checks(self) -> bool:
-        """Whether calls are compared over ranks."""
-        ...
-
     def sending(self) -> AbstractContextManager[None]:
         """Make local tensors current, to read them in this context. Collective."""
         ...
@@ -52,33 +46,10 @@ class End(Protocol):
 
 
 #: The moves from one end to another, by their buckets.
-_PLANS: WeakKeyDictionary[Buckets, WeakKeyDictionary[Buckets, Reshard]] = WeakKeyDictionary()
+_MOVES: WeakKeyDictionary[Buckets, WeakKeyDictionary[Buckets, Moves]] = WeakKeyDictionary()
 
 
-class Reshard:
-    """The moves of weights, and of `more`, between two ends on the same ranks. Making it is collective.
-
-    So is calling it. all_buffers: of `weights`. more: other tensors to move, whose local tensors are arguments of the
-    call. .sent, .received: bytes of this rank, by rank. .rounds: all_to_alls.
-    """
-
-    def __init__(
-        self, old: End, new: End, more: Sequence[Wanted] = (), *, all_buffers: bool = False, bucket: int = BUCKET
-    ) -> None:
-        first, second = weights(Plan(old.program), Plan(new.program), all_buffers=all_buffers)
-        self._moves = [Moves(old.mesh, each, bucket) for each in ([*first, *more], second) if each]
-        self.sent = [sum(n) for n in zip(*(m.sent for m in self._moves), strict=True)]
-        self.received = [sum(n) for n in zip(*(m.received for m in self._moves), strict=True)]
-        self.rounds = sum(m.rounds for m in self._moves)
-
-    def __call__(self, old: End, new: End, more: Mapping[Key, Tensor]) -> None:
-        """Move, between ends of the programs that it was made for."""
-        local = {**local_tensors("from", old), **local_tensors("to", new), **more}
-        for move in self._moves:
-            move(local)
-
-
-def move_weights(old: End, other: Any) -> Reshard:
+def move_weights(old: End, other: Any) -> Moves:
     """Move weights to another end, or its owner; raise ShardcError if there is none. Collective."""
     new: End | None = getattr(other, "weights_holder", None)
     if new is None:
@@ -86,13 +57,11 @@ def move_weights(old: End, other: Any) -> Reshard:
         fix = "pass an engine, or the result of program.forward or program.module"
         raise ShardcError(fault, where="weights_to", fix=fix)
     with old.mesh.together("moving weights"), old.sending(), new.receiving():
-        if old.checks:
-            agreement.check(old.mesh, [], "moving weights")
-        plans = _PLANS.setdefault(old.buckets, WeakKeyDictionary())
-        if new.buckets not in plans:
-            plans[new.buckets] = Reshard(old, new)
-        plans[new.buckets](old, new, {})
-    return plans[new.buckets]
+        moves = _MOVES.setdefault(old.buckets, WeakKeyDictionary())
+        if new.buckets not in moves:
+            moves[new.buckets] = Moves(old.mesh, weights(Plan(old.program), Plan(new.program), all_buffers=False))
+        moves[new.buckets](local_tensors("from", old) | local_tensors("to", new))
+    return moves[new.buckets]
 
 
 class TrainingMove:
@@ -124,9 +93,10 @@ class TrainingMove:
             receivers = training.gather_reports(mesh, new.program, new.owned, need)
             tensors_of = ([each["tensors"] for each in ranks] for ranks in (senders, receivers))
             more = training.states(self._old, self._new, *tensors_of)
-            tensors: dict[Key, Tensor] = {("from", "state", k): part.local.detach() for k, part in have.items()}
+            tensors = local_tensors("from", old) | local_tensors("to", new)
+            tensors |= {("from", "state", k): part.local.detach() for k, part in have.items()}
             tensors |= {("to", "state", k): part.local for k, part in need.items()}
-            Reshard(old, new, more, all_buffers=True)(old, new, tensors)
+            Moves(mesh, [*weights(self._old, self._new, all_buffers=True), *more])(tensors)
             if optimizer is not None and index.optimizer is not None:
                 fill(new.held, optimizer, index.optimizer, rooms)
         new.go_on_from(index.extra)

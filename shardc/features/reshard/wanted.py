@@ -1,58 +1,51 @@
 """Choose the weights that move between two programs, and find an engine's local tensors of them.
 
-Of a parameter a rank may have two forms: its stretch as stored, and, at ZeRO 1 and 2 with another dtype to compute in,
-a whole copy in that dtype. If the other program needs that dtype, it is read from the copy. And a new copy takes what
-it can from its own rank's new stretch.
+At ZeRO 1 and 2 with another dtype to compute in, a rank has a parameter's stretch as stored, and a whole copy in that
+dtype. If the other program stores that dtype, the copy is read. A new copy is not moved: it is gathered from the moved
+stretches, as after an update.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from shardc.errors import Errors, ShardcError
 from shardc.features.reshard.moves import Kept, Key, Wanted
 from shardc.features.reshard.places import InPlan, Plan
-from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import kept
-from shardc.runtime.state.sources import check_tensors
+from shardc.runtime.state.fitting import check_tensors
 
 Side = Literal["from", "to"]
 
 
-def weights(old: Plan, new: Plan, *, all_buffers: bool) -> tuple[list[Wanted], list[Wanted]]:
-    """Return (first, second) moves of parameters and common buffers; the second may read the first's.
+def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
+    """Return the moves of parameters and common buffers.
 
     all_buffers: both need all buffers of a checkpoint. Raises ShardcError for programs of different models.
     """
     check(old, new, all_buffers=all_buffers)
-    first, second = list[Wanted](), list[Wanted]()
+    wanted = []
     for name, p in new.params.items():
-        stored, copy = forms("to", new, p, name)
-        of, copied = forms("from", old, old.params[name], name)
-        first.append(Wanted(name, copied if copied is not None and copied.dtype == stored.dtype else of, stored))
-        if copy is not None:
-            have = copied if copied is not None and copied.dtype == copy.dtype else of
-            second.append(Wanted(name, have, copy, beside=stored))
+        wanted.append(Wanted(name, _kept("from", old, name, p.dtype), _kept("to", new, name, p.dtype)))
     for name, b in new.buffers.items():
         if name in old.buffers:
-            a = old.buffers[name]
-            ends = (("from", old, a), ("to", new, b))
+            ends = (("from", old, old.buffers[name]), ("to", new, b))
             have, need = (Kept((side, "buffer", x.name), x.dtype, InPlan(plan, x.name, name)) for side, plan, x in ends)
-            first.append(Wanted(name, have, need))
-    return first, second
+            wanted.append(Wanted(name, have, need))
+    return wanted
 
 
-def forms(side: Side, plan: Plan, p: Param, name: str) -> tuple[Kept, Kept | None]:
-    """Return a rank's forms of a parameter: (as stored, the whole copy in another dtype or None)."""
-    bucket, zero = plan.program.bucket(p), plan.zero(p)
-    compute = bucket.compute if bucket is not None and zero in (1, 2) else None
-    cut = zero == 3 or compute not in (None, p.dtype)
-    stored = Kept((side, "own" if cut else "whole", p.name), p.dtype, InPlan(plan, p.name, name, cut))
-    if zero == 3 or not cut or compute is None:
-        return stored, None  # also where it is a view of the copy
-    return stored, Kept((side, "whole", p.name), compute, InPlan(plan, p.name, name))
+def _kept(side: Side, plan: Plan, name: str, dtype: torch.dtype) -> Kept:
+    """Return the form in which a parameter is read or filled: whole, if it is so as stored, or in this dtype."""
+    p = plan.params[name]
+    bucket = plan.program.bucket(p)
+    zero = bucket.zero if bucket is not None else 0
+    whole = (bucket.compute if bucket is not None and zero in (1, 2) else None) or p.dtype
+    cut = zero == 3 or whole not in (p.dtype, dtype)
+    return Kept((side, "own" if cut else "whole", p.name), p.dtype if cut else whole, InPlan(plan, p.name, name, cut))
 
 
 def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:
