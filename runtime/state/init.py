@@ -10,6 +10,7 @@ every mesh gets the numbers that the builder makes on one device.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.pretrained import lazily
-from shardc.runtime.state.sliced_tensors import Sliced, index
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]
@@ -41,11 +42,17 @@ class Recipe:
     notes: tuple[str, ...] = ()
     folder: Path | None = None
 
-    def sliced(self, fqn: str, seed: int) -> Sliced:
-        """Return a tensor as its source by slice, or computed by `materialise`."""
-        ref = self.names[fqn]
-        computed = Sliced(ref.shape, ref.dtype, lambda ranges: self.materialise(fqn, seed)[index(ranges)], True)
-        return self.tape.source(ref) or computed
+    def tensors(self, seed: int) -> dict[str, Sliced]:
+        """Return each tensor as its source by slice, or computed by `materialise`. Tied ones are one object."""
+        one: dict[Ref, Sliced] = {}
+        for name, ref in self.names.items():
+            if ref not in one:
+                read = functools.partial(self._computed, name, seed)
+                one[ref] = self.tape.source(ref) or Sliced(ref.shape, ref.dtype, read, True)
+        return {name: one[ref] for name, ref in self.names.items()}
+
+    def _computed(self, fqn: str, seed: int, ranges: Ranges) -> Tensor:
+        return self.materialise(fqn, seed)[index(ranges)]
 
     def materialise(self, fqn: str, seed: int) -> Tensor:
         """Compute the whole tensor of this name, in the builder's dtype; it may be memory of the builder.

@@ -15,7 +15,7 @@ from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state.fitting import SAVED_MODEL, check_tensors
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, joined
+from shardc.runtime.state.sliced_tensors import Sliced, index, joined
 from shardc.runtime.state.sources import Weights
 
 # --- global tensors, from every rank's parts of them
@@ -125,12 +125,12 @@ def local_parts(
 def blank(program: Program) -> Weights:
     """Return zeros without memory for all of a program's tensors, for weights that come later."""
 
-    def zeros(dtype: torch.dtype, ranges: Ranges) -> Tensor:
-        return torch.zeros((), dtype=dtype).expand([n for _, n in ranges])
+    @functools.cache  # tied names are one object
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Sliced:
+        return Sliced(shape, dtype, lambda ranges: torch.zeros((), dtype=dtype).expand([n for _, n in ranges]))
 
     entries = [(n, shape, x.dtype) for x in program.params_and_buffers if x.fqn for n, shape in x.shapes.items()]
-    tensors = {n: Sliced(shape, dtype, functools.partial(zeros, dtype)) for n, shape, dtype in entries}
-    return Weights("engine", tensors, lambda names: True)
+    return Weights("engine", {n: zeros(shape, dtype) for n, shape, dtype in entries})
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def _check(program: Program, given: Weights) -> None:
             )
             continue
         expected |= dict.fromkeys(present, x.shape)
-        if not given.tied(present):
+        if present[0] in given.tensors and not given.tied(present):
             errors.add(
                 f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they"
                 " differ",

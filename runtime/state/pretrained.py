@@ -72,8 +72,8 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> tuple[dic
     model.
     """
     want = named_state(model)
-    saved = {name: recorder.stored(x) for name, x in files.tensors.items()}
-    saved |= {other: saved[name] for other, name in files.ties.items()}
+    on_tape = {x: recorder.stored(x) for x in dict.fromkeys(files.tensors.values())}
+    saved = {name: on_tape[x] for name, x in files.tensors.items()}
     mapped: dict[str, Any] = {}
     extra: list[str] = []
     library = pretrained_modules(model)
@@ -117,7 +117,7 @@ def _notes(
 ) -> list[str]:
     """Return notes for the user. read: how many of the model's tensors the files have; missing, extra: names."""
     dtypes = sorted({_name(x.dtype) for x in want.values() if x.is_floating_point()})
-    stored = Counter(_name(x.dtype) for x in files.tensors.values() if x.dtype.is_floating_point)
+    stored = Counter(_name(x.dtype) for x in dict.fromkeys(files.tensors.values()) if x.dtype.is_floating_point)
     lines = [f"weights: {read} tensors of {files.path} ({files.what})"]
     other = {dtype: n for dtype, n in stored.items() if dtype not in dtypes}
     lines += [f"{n} of them are stored as {dtype} and held as {', '.join(dtypes)}" for dtype, n in other.items()]
@@ -445,7 +445,7 @@ class _Opened(AbstractContextManager["_Opened"]):
         pass
 
     def metadata(self) -> dict[str, str]:
-        return {"format": "pt", **self._files.ties}
+        return {"format": "pt"}
 
     def get_tensors(self) -> dict[str, Tensor]:
         return {name: self.get_tensor(name) for name in self._files.tensors}

@@ -6,8 +6,9 @@ x.read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ class Sliced:
     computed: bool = False
     name: str = ""
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.shape, self.dtype
+
     def tensor(self) -> Tensor:
         """Return all of it."""
         return self.read(whole(self.shape))
@@ -48,6 +53,12 @@ def index(ranges: Ranges) -> tuple[slice, ...]:
 def in_memory(x: Tensor, *, computed: bool = False) -> Sliced:
     """Return a tensor in memory: a real one, or a file mapped into memory, read page by page."""
     return Sliced(tuple(x.shape), x.dtype, lambda ranges: x.detach()[index(ranges)], computed)
+
+
+def in_memory_by_name(tensors: Mapping[str, Any], *, computed: bool = False) -> dict[str, Sliced]:
+    """Return the tensors among these values; of one under several names, one object."""
+    one = {id(x): in_memory(x, computed=computed) for x in tensors.values() if isinstance(x, Tensor)}
+    return {n: one[id(x)] for n, x in tensors.items() if id(x) in one}
 
 
 def cast(of: Sliced, dtype: torch.dtype) -> Sliced:

@@ -12,7 +12,7 @@ import functools
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, read_box, read_index
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, in_memory, index
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, in_memory_by_name, index
 from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
 
 
@@ -30,14 +30,12 @@ from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
 class WeightFiles:
     """Weights in files. path: what the user named.
 
-    what: "safetensors", "torch", "checkpoint" or "in memory". tensors: by their names in the files. ties: other names
-    of the same tensors, from the files: {other: name}.
+    what: "safetensors", "torch", "checkpoint" or "in memory". tensors: by all of their names in the files.
     """
 
     path: Path
     what: str
     tensors: Mapping[str, Sliced]
-    ties: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -58,8 +56,7 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
     if isinstance(path, WeightFiles):
         return path
     if isinstance(path, Mapping):
-        tensors = {k: in_memory(x) for k, x in path.items() if isinstance(x, Tensor)}
-        return WeightFiles(Path("the state_dict"), "in memory", tensors)
+        return WeightFiles(Path("the state_dict"), "in memory", in_memory_by_name(path))
     path = disk_calls.expanded(path)
     if (checkpoint := _checkpoint(path)) is not None:
         return _of_checkpoint(path, checkpoint)
@@ -126,8 +123,8 @@ def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
             read = functools.partial(_read_safetensors, handle, name, dtype)
             tensors[name] = Sliced(tuple(view.get_shape()), dtype, read)
         ties |= {k: v for k, v in (handle.metadata() or {}).items() if k != "format"}
-    ties = {other: name for other, name in ties.items() if name in tensors and other not in tensors}
-    return WeightFiles(path, "safetensors", tensors, ties)
+    tied = {other: tensors[name] for other, name in ties.items() if name in tensors}
+    return WeightFiles(path, "safetensors", tied | tensors)
 
 
 def _read_safetensors(handle: Any, name: str, dtype: torch.dtype, ranges: Ranges) -> Tensor:
@@ -138,10 +135,7 @@ def _read_safetensors(handle: Any, name: str, dtype: torch.dtype, ranges: Ranges
 
 
 def _of_torch(path: Path, files: Sequence[Path]) -> WeightFiles:
-    tensors: dict[str, Sliced] = {}
-    for file in files:
-        tensors |= {name: in_memory(x) for name, x in torch_file(file).items()}
-    return WeightFiles(path, "torch", tensors)
+    return WeightFiles(path, "torch", in_memory_by_name({n: x for file in files for n, x in torch_file(file).items()}))
 
 
 def torch_file(file: Path) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from shardc.ir.stored import whole_name
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index
-from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights_for
+from shardc.runtime.state.sources import Weights, from_files, weights_for
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 CONFIG, PREFIX = "adapter_config.json", "base_model.model."
@@ -85,7 +85,7 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
             tensors |= _read(source, names, expected, recorder)
         left = {n: x for n, x in source.tensors.items() if n not in names.values()}
         if left:
-            rest.append(replace(source, tensors=left, ties={k: v for k, v in source.ties.items() if v in left}))
+            rest.append(replace(source, tensors=left))
     weights = weights_for(model, rest[0] if rest else None, seed)
     for more in rest[1:]:  # modules that were trained with the adapters: all other weights stay
         weights = replace(from_files(more, weights, seed), notes=weights.notes)
@@ -115,7 +115,7 @@ def _add_weights(
     # in the order of names, which is the same whether experts are in one tensor or separate
     drawn = [begun[n] for n in sorted(begun) if begun[n].kind != MAGNITUDE]
     recipe, keys = _begin(drawn)
-    first = of_recipe(recipe, seed + _STREAM)
+    first = recipe.tensors(seed + _STREAM)
     dims = {p.name: p for p in begun.values() if p.kind == MAGNITUDE}
     read = Recipe(recorder.tape, {n: recorder.ref(x) for n, x in found.items()})
 
@@ -124,10 +124,10 @@ def _add_weights(
         norms: Tensor = torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)
         return norms[index(ranges)]
 
-    tensors = {name: first.tensors[key] for name, key in keys.items()}
+    tensors = {name: first[key] for name, key in keys.items()}
     for name, part in dims.items():
         tensors[name] = Sliced(part.shape, given.tensors[part.base].dtype, functools.partial(lengths, part), True)
-    tensors |= {name: read.sliced(name, seed) for name in read.names}
+    tensors |= read.tensors(seed)
     return replace(
         given,
         tensors={**given.tensors, **tensors},
