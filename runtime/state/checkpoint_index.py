@@ -24,6 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
+from torch import Tensor
 from xxhash import xxh3_128
 
 from shardc import text_file
@@ -133,6 +134,37 @@ def json_number(x: Any) -> Any:
     if isinstance(x, np.generic):
         return x.item()
     raise TypeError(f"Object of type {type(x).__name__} is not JSON serializable")
+
+
+_PAIRS = "pairs of a dict"  # JSON's keys are strings only
+
+
+def plain(x: Any) -> Any:
+    """Convert tensors, tuples and dicts inside a value to those of JSON."""
+    if isinstance(x, Tensor):
+        return x.tolist()
+    if isinstance(x, Mapping):
+        if all(isinstance(k, str) for k in x):
+            return {k: plain(v) for k, v in x.items()}
+        return {_PAIRS: [[plain(k), plain(v)] for k, v in x.items()]}
+    return [plain(v) for v in x] if isinstance(x, (list, tuple)) else x
+
+
+def like(now: Any, saved: Any) -> Any:
+    """Convert what `plain` returned back to the types that a value has now: tensors, tuples, Counters."""
+    if isinstance(now, Tensor):
+        return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
+    if isinstance(saved, Mapping):
+        if saved.keys() == {_PAIRS}:
+            pairs = dict(saved[_PAIRS])
+            kind: Any = type(now)
+            return kind(pairs) if isinstance(now, Mapping) else pairs
+        return {k: like(now.get(k) if isinstance(now, Mapping) else None, v) for k, v in saved.items()}
+    if isinstance(saved, list):
+        present = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
+        items = [like(a, b) for a, b in zip(present, saved, strict=True)]
+        return tuple(items) if isinstance(now, tuple) else items
+    return saved
 
 
 def to_bytes(index: Index) -> bytes:

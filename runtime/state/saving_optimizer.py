@@ -18,7 +18,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
 from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Part, by_name, copied, cut_axes, replicas
-from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.checkpoint_index import Index, like, plain
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.zero.optimizer_list import IMPLEMENTATIONS, class_of, group_classes
@@ -101,7 +101,7 @@ def state_parts(
     facts = []
     for g in groups:
         left_out = ("params", "param_names", *IMPLEMENTATIONS)
-        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in g.settings.items() if k not in left_out}
+        hyper = {k: plain(x) for k, x in g.settings.items() if k not in left_out}
         facts.append({**hyper, "class": g.kind, "params": g.names})
     return parts, {"class": class_of(optimizer), "groups": facts, "numbers": numbers}
 
@@ -263,16 +263,9 @@ def fill(held: RankState, optimizer: Optimizer, facts: Mapping[str, Any], states
         same_number = (x for x in facts["groups"][i : i + 1] if x.get("class", g.kind) == g.kind)
         matching: dict[str, Any] = saved.get(names[0], {}) if names else next(same_number, {})
         members = [p.fqn for p in g.params] if g.owned is None else [n for n in g.owned if n in held.owners.owned]
-        hyper = {k: x for k, x in matching.items() if k not in ("class", *IMPLEMENTATIONS)}
+        hyper = {k: x for k, x in matching.items() if k not in ("class", "params", *IMPLEMENTATIONS)}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[n] for n in members), strict=True))
-        settled = {k: _like(g.settings.get(k), x) for k, x in hyper.items()}
+        settled = {k: like(g.settings.get(k), x) for k, x in hyper.items()}
         groups.append({**_settings(g.settings), **settled, "params": numbered})
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
-
-
-def _like(now: Any, saved: Any) -> Any:
-    """Convert a JSON value to a tuple or a tensor (a learning rate may be one), which JSON does not have."""
-    if isinstance(now, Tensor):
-        return torch.full_like(now, saved)
-    return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved

@@ -101,7 +101,7 @@ class Running:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Prepare weights for receiving: see shardc.features.reshard.runtime.End."""
+        """Let this rank's stored parts be filled: other ranks get the copies that they need before a forward."""
         self.buckets.reset(forward=True)
         self.updates.finish_gather()
         self.buckets.update_aliases()

@@ -91,13 +91,10 @@ class ModuleState(nn.Module):
         """
         r = self._running
         held = self._held(optimizer)
-        r.buckets.reset(forward=True)
-        r.updates.finish_gather()
-        with r.mesh.together("loading a checkpoint"):
+        with r.mesh.together("loading a checkpoint"), r.receiving():
             r.checks.call("loading a checkpoint")
             extra = load(folder, held, last_good=last_good)
         r.saves.loaded(folder)
-        r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
         for note in resumed.changed(r.program, extra):
             r.mesh.note(note)

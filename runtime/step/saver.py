@@ -80,8 +80,7 @@ class Saver:
     def load(self, folder: str | Path, *, last_good: bool, new_schedule: bool, new_data: bool) -> None:
         model, update = self.model, self.update
         before, seed = resumed.settings(update.optimizer, update.schedulers), model.rng.seed
-        self._make_ready()
-        with self.mesh.together("loading a checkpoint"), model.offload.params_on_host():
+        with self.mesh.together("loading a checkpoint"), self.receiving():
             self.hooks.call("loading a checkpoint")
             extra = load(
                 folder,
@@ -92,8 +91,6 @@ class Saver:
                 changing=self._changing,
             )
         self.saves.loaded(folder)
-        self.buckets.publish()
-        self._filled()
         self.go_on_from(extra, new_schedule=new_schedule, new_data=new_data)
         after = resumed.settings(update.optimizer, update.schedulers)
         for note in resumed.replaced(before, after, schedule=not new_schedule):
@@ -104,19 +101,6 @@ class Saver:
             self.mesh.note(f"clip_norm: today's {update.clip_norm} is used; the checkpoint was trained with {clipped}")
         if model.rng.seed != seed:
             self.mesh.note(f"seed: the checkpoint's {model.rng.seed} is used, not {seed}")
-
-    def _make_ready(self) -> None:
-        """Finish all that reads or writes parameters, before they are filled."""
-        self.finish()
-        self.buckets.reset(forward=True)
-        self.buckets.wait_for_gathers()
-
-    def _filled(self) -> None:
-        """Refresh what depends on parameters, after they are filled and other ranks have them."""
-        self.model.offload.changed()
-        if self.update.paged is not None:
-            self.update.paged.rest()
-        self.model.owners.gather()
 
     def go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
         """Set step, seed, schedules, loss scale and loaders to those of a checkpoint or another engine."""
@@ -190,9 +174,14 @@ class Saver:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Prepare weights for receiving: see shardc.features.reshard.runtime.End."""
-        self._make_ready()
+        """Let this rank's stored parts be filled; then other ranks, and owners, get the copies that they need."""
+        self.finish()
+        self.buckets.reset(forward=True)
+        self.buckets.wait_for_gathers()
         with self.model.offload.params_on_host():
             yield
-        self.buckets.filled()
-        self._filled()
+        self.buckets.publish()
+        self.model.offload.changed()
+        if self.update.paged is not None:
+            self.update.paged.rest()
+        self.model.owners.gather()

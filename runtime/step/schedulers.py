@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from shardc.errors import ShardcError
+from shardc.runtime.state.checkpoint_index import like, plain
 from shardc.runtime.zero.optimizer_list import OptimizerList
 
 #: What `optimizer=` returned (an optimizer, or a list of them) -> a scheduler, or a list of them.
 SchedulerOf = Callable[[Any], Any]
-_PAIRS = "pairs of a dict"  # JSON's keys are strings only
 
 
 class Schedulers:
@@ -111,7 +111,7 @@ class Schedulers:
     def load_state_dict(self, saved: Any) -> None:
         """Load what `state_dict` returned and `check` accepted. As in torch, saved settings replace new ones."""
         for m, state in zip(self.members, saved if isinstance(saved, list) else [saved], strict=True):
-            m.load_state_dict(_like(m.state_dict(), state["state"]))
+            m.load_state_dict(like(m.state_dict(), state["state"]))
             _regroup(m)
 
 
@@ -147,7 +147,7 @@ def with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
 
 def state_dict(scheduler: LRScheduler) -> dict[str, Any]:
     """Return a scheduler's class and state as JSON-able values."""
-    return {"class": type(scheduler).__name__, "state": _plain(scheduler.state_dict())}
+    return {"class": type(scheduler).__name__, "state": plain(scheduler.state_dict())}
 
 
 def _regroup(scheduler: LRScheduler) -> None:
@@ -158,33 +158,6 @@ def _regroup(scheduler: LRScheduler) -> None:
         scheduler._last_lr = [g["lr"] for g in groups]
     for member in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR, a ChainedScheduler
         _regroup(member)
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.tolist()
-    if isinstance(x, Mapping):
-        if all(isinstance(k, str) for k in x):
-            return {k: _plain(v) for k, v in x.items()}
-        return {_PAIRS: [[_plain(k), _plain(v)] for k, v in x.items()]}
-    return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
-
-
-def _like(now: Any, saved: Any) -> Any:
-    """Convert what `_plain` wrote back to the types that the scheduler has now: tensors, tuples, Counters."""
-    if isinstance(now, Tensor):
-        return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
-    if isinstance(saved, Mapping):
-        if saved.keys() == {_PAIRS}:
-            pairs = dict(saved[_PAIRS])
-            kind: Any = type(now)
-            return kind(pairs) if isinstance(now, Mapping) else pairs
-        return {k: _like(now.get(k) if isinstance(now, Mapping) else None, v) for k, v in saved.items()}
-    if isinstance(saved, list):
-        present = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
-        items = [_like(a, b) for a, b in zip(present, saved, strict=True)]
-        return tuple(items) if isinstance(now, tuple) else items
-    return saved
 
 
 #: Settings of a parameter group that schedules change.

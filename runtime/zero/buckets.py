@@ -293,13 +293,6 @@ class Buckets:
         bucket = self._bucket_of[name]
         return bucket.params[name].detach() if name in bucket.params else None
 
-    def filled(self) -> None:
-        """Note that stored parts and whole parameters hold new values on all ranks; gather copies in another dtype."""
-        for b in reversed(self._all):
-            b.mark_gathered()
-            if b.ir.compute is not None:
-                b.publish()
-
     def wholes(self) -> Mapping[str, Tensor]:
         """Return {name: local part uncut by ZeRO, as stored, detached}.
 

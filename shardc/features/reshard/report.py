@@ -9,8 +9,8 @@
     dp+tp                         155.2 KiB     18
     about 39 µs on h100-80g, were all to send as much as the busiest
 
-Nothing is run. A rank receives only bytes that it lacks, each once. Copies in another dtype (ZeRO 1 and 2), which are
-gathered then as after an update, are not counted.
+Nothing is run. A rank receives only bytes that it lacks, each once. Not counted are the copies of whole parameters at
+ZeRO 1 and 2, which are then gathered as after an update.
 """
 
 from __future__ import annotations

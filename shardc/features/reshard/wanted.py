@@ -1,8 +1,8 @@
 """Choose the weights that move between two programs, and find an engine's local tensors of them.
 
-At ZeRO 1 and 2 with another dtype to compute in, a rank has a parameter's stretch as stored, and a whole copy in that
-dtype. If the other program stores that dtype, the copy is read. A new copy is not moved: it is gathered from the moved
-stretches, as after an update.
+At ZeRO 1 and 2 a rank stores a stretch of a parameter, and has a copy of all of it, perhaps in another dtype to compute
+in. The old copy is read if its dtype fits. The new copy is not moved: it is gathered from the stretches, as after an
+update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
     check(old, new, all_buffers=all_buffers)
     wanted = []
     for name, p in new.params.items():
-        wanted.append(Wanted(name, _kept("from", old, name, p.dtype), _kept("to", new, name, p.dtype)))
+        need = Kept(("to", "own", p.name), p.dtype, InPlan(new, p.name, name, cut=True))
+        wanted.append(Wanted(name, _read(old, name, p.dtype), need))
     for name, b in new.buffers.items():
         if name in old.buffers:
             ends = (("from", old, old.buffers[name]), ("to", new, b))
@@ -38,14 +39,14 @@ def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
     return wanted
 
 
-def _kept(side: Side, plan: Plan, name: str, dtype: torch.dtype) -> Kept:
-    """Return the form in which a parameter is read or filled: whole, if it is so as stored, or in this dtype."""
+def _read(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
+    """Return the form of a parameter that is read: whole, unless ZeRO 3 cut it, or the copy is in a third dtype."""
     p = plan.params[name]
     bucket = plan.program.bucket(p)
     zero = bucket.zero if bucket is not None else 0
-    whole = (bucket.compute if bucket is not None and zero in (1, 2) else None) or p.dtype
+    whole = (bucket.compute if bucket is not None and zero else None) or p.dtype
     cut = zero == 3 or whole not in (p.dtype, dtype)
-    return Kept((side, "own" if cut else "whole", p.name), p.dtype if cut else whole, InPlan(plan, p.name, name, cut))
+    return Kept(("from", "own" if cut else "whole", p.name), p.dtype if cut else whole, InPlan(plan, p.name, name, cut))
 
 
 def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:

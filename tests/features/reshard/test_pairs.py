@@ -117,6 +117,7 @@ class Local:
     x: Param | Buffer
     value: Tensor
     run: FlatShard | None = None
+    copy: bool = False  # of a whole parameter, at ZeRO 1 and 2
     narrow: bool = False  # a copy in the dtype to compute in
 
     def cut(self, whole: Tensor, program: Program, rank: int) -> Tensor:
@@ -139,7 +140,7 @@ def held(engine: Any) -> Rank:
         forms = found.setdefault(p.fqn, [Local(p, own.detach().clone(), run)])
         whole = engine.buckets.kept_whole(p.name)
         if whole is not None and run is not None:
-            forms.append(Local(p, whole.clone(), narrow=whole.dtype != own.dtype))
+            forms.append(Local(p, whole.clone(), copy=True, narrow=whole.dtype != own.dtype))
         for name, x in engine.optimizer.state.get(own, {}).items() if engine.optimizer is not None else ():
             found[f"{p.fqn}.{name}"] = [Local(p, x.clone(), run if x.dim() else None)]
     for b in engine.program.buffers:
@@ -179,7 +180,7 @@ def bytes_to_move(old: Program, new: Program, before: list[Rank], after: list[Ra
                 if not form.narrow:
                     got[_elements(form, numbers.view(x.shape), old, r)] = True
             for form in b.get(name, []):
-                if form.narrow:  # is gathered from the others' stretches
+                if form.copy:  # is gathered from the others' stretches
                     continue
                 needs = torch.zeros_like(got)
                 needs[_elements(form, numbers.view(x.shape), new, r)] = True
