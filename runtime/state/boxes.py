@@ -168,17 +168,15 @@ class Part:
     """This rank's part of a global tensor.
 
     stored: shape of the global tensor that `local` is a part of. shard: local is 1-d, this flat shard of the local
-    part; None: it is the local part. replicas: the axes whose ranks have the same part. elsewhere: another pipeline
-    stage's rank writes this part. member: that tensor is a stack of several model parameters, and this is the part of
-    one of them.
+    part; None: it is the local part. written: this rank writes it, and no other one that has the same part. member:
+    that tensor is a stack of several model parameters, and this is the part of one of them.
     """
 
     local: Tensor
     stored: Numbers
     layout: Layout = field(default_factory=Layout)
     shard: FlatShard | None = None
-    replicas: tuple[str, ...] = ()
-    elsewhere: bool = False
+    written: bool = True
     member: int | None = None
 
     @property
@@ -189,16 +187,6 @@ class Part:
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
         """Return the boxes of the part that have elements."""
         return boxes_of(self.stored, self.layout, self.shard, mesh, rank, self.member)
-
-    def written(self, mesh: Mesh, rank: int) -> bool:
-        """Return whether this rank writes the part, and no other replica."""
-        coords = mesh.coords(rank)
-        return not self.elsewhere and not any(coords[a] for a in self.replicas)
-
-
-def by_name(p: Param, part: Part) -> dict[str, Part]:
-    """Return {checkpoint name: part}: one name, or for a stack one per member."""
-    return {n: replace(part, member=i) for i, n in enumerate(p.members)} or {p.fqn: part}
 
 
 def replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:

@@ -120,19 +120,17 @@ def record_reset(model: nn.Module) -> Recipe:
     errors.raise_any()
     duplicate = copy.deepcopy(model)
 
+    unset = {id(x) for _, x in named_tensors(duplicate) if x.is_meta}
+    todo = [m for m in duplicate.modules() if any(id(x) in unset for x in _tensors_of(m))]
+    fresh: dict[int, Tensor] = {}
+
+    def empty(x: Tensor) -> Tensor:
+        return fresh.setdefault(id(x), torch.empty(x.shape, dtype=x.dtype)) if id(x) in unset else x
+
     def build() -> nn.Module:
-        fresh: dict[int, Tensor] = {}
-        for module in duplicate.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, x in tensors.items():
-                    if x is not None and x.untyped_storage().device.type == "meta":
-                        empty = torch.empty(x.shape, dtype=x.dtype)
-                        cloned = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-                        tensors[name] = fresh.setdefault(id(x), cloned)  # type: ignore[assignment]
-        changed = {id(x) for x in fresh.values()}
-        for module in duplicate.modules():
-            reset = _reset_of(module)
-            if reset is not None and any(id(x) in changed for x in _tensors_of(module)):
+        duplicate._apply(empty)  # tied parameters share memory then
+        for module in todo:
+            if (reset := _reset_of(module)) is not None:
                 reset()
         return duplicate
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.layer_names import of_every_layer
+from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init_tape import RECORDING, Recorder
 from shardc.runtime.state.sliced_tensors import in_memory
 from shardc.runtime.state.weight_files import WeightFiles, of_files
@@ -88,15 +89,10 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> tuple[dic
     plain, left = _by_name(want, saved)
     if len(plain) > len(mapped):  # an adapter, a wrapper's whole state, a model that the library does not know
         mapped, extra = plain, left
-    errors = Errors()
-    for name, x in mapped.items():
-        if x.shape != want[name].shape:
-            errors.add(
-                f"{name} has the shape {list(x.shape)} in {files.path}, and {list(want[name].shape)} in the model",
-                where=name,
-                fix="make the model with the config of these weights, or rename the new tensors",
-            )
-    _fold(errors)
+    wanted, present = ({n: tuple(x[n].shape) for n in mapped} for x in (want, mapped))
+    fix = "make the model with the config of these weights, or rename the new tensors"
+    check_tensors(errors := Errors(), wanted, present, present, str(files.path), fix)
+    errors.raise_any()
     first = {id(want[n]): x for n, x in reversed(mapped.items())}
     missing = [n for n, x in want.items() if id(x) not in first]
     if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in want.values()})):
@@ -131,15 +127,6 @@ def _notes(
 def _names(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(listed[:SHOWN]) + (", ..." if len(listed) > SHOWN else "")
-
-
-def _fold(errors: Errors) -> None:
-    """Raise the errors; if there are many, only the first one and their number."""
-    if len(errors.found) > SHOWN:
-        first = errors.found[0]
-        fault = f"{len(errors.found)} tensors have another shape in the files than in the model: {first.what}"
-        raise ShardcError(f"{fault}, ...", where=first.where, fix=first.fix)
-    errors.raise_any()
 
 
 # --- plain names ------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def planned(held: RankState, extra: Mapping[str, Any] | None = None) -> Plan:
         }
     )
     for key, part in parts.items():
-        boxes = part.boxes(mesh.layout, mesh.rank) if part.written(mesh.layout, mesh.rank) else ()
+        boxes = part.boxes(mesh.layout, mesh.rank) if part.written else ()
         plan.add(key, part.local.dtype, part.shape, boxes, part.local.detach)
     return plan
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.placement import Layout
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Part, by_name, copied, cut_axes, replicas
+from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_index import Index, like, plain
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.owners import RankState
@@ -68,8 +67,7 @@ def state_parts(
 
     copies: also return state that another rank writes, such as a step counter.
     """
-    program, mesh = held.program, held.mesh
-    parts, numbers = held.owners.state_parts(optimizer, mesh)
+    parts, numbers = held.owners.state_parts(optimizer, held.mesh)
     groups = _groups(held, optimizer)
     for p in (p for group in groups for p in group.params):
         local, shard = held.params[p.name], held.shards.get(p.name)
@@ -77,20 +75,16 @@ def state_parts(
             continue  # an empty shard has no useful state
         # a number is the same on all ranks; the first that holds some of the parameter writes it
         first = shard is None or not shard.start
-        whole = replicas(program, Layout(), cut_axes(program, p) if shard is not None else ())
         for name, x in optimizer.state.get(local, {}).items():
             if not isinstance(x, Tensor):
                 for n in _named(p):
                     numbers.setdefault(n, {})[name] = x
                 continue
             x = x.as_subclass(Tensor)  # a custom optimizer may keep a gradient's subclass
-            if x.shape == local.shape:
-                named_parts = by_name(p, held.part(p, x))
-                parts |= {f"optimizer.{n}.{name}": part for n, part in named_parts.items()}
-            elif x.dim() == 0 or (shard is None and not p.layout.shards()):
-                if first or copies:
-                    part = Part(x, tuple(x.shape), replicas=whole, elsewhere=copied(program, p, mesh))
-                    parts |= {f"optimizer.{n}.{name}": part for n in _named(p)}
+            whole = x.shape != local.shape
+            if not whole or x.dim() == 0 or (shard is None and not p.layout.shards()):
+                if not whole or first or copies:
+                    parts |= {f"optimizer.{n}.{name}": part for n, part in held.parts(p, x, whole=whole).items()}
             else:
                 raise ShardcError(
                     f"the optimizer's state {name!r} of shape {list(x.shape)} does not have its parameter's shape,"
@@ -196,8 +190,7 @@ def room_for(
                 present = optimizer.state.get(local, {}).get(name)
                 states[p.fqn][name] = present_or_zeros(present, form.shape, form.dtype, name, local.device)
         x = states[p.fqn][name]
-        part = held.part(p, x) if like_param else Part(x, tensor.shape)
-        parts[key] = by_name(p, part)[fqn] if like_param else part
+        parts[key] = held.parts(p, x)[fqn] if like_param else Part(x, tensor.shape)
     return states
 
 

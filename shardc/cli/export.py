@@ -39,10 +39,10 @@ def command(
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
         from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
+        from shardc.runtime.state.fitting import check_tensors
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
         from shardc.runtime.state.sliced_tensors import whole
-        from shardc.runtime.state.fitting import check_tensors
         from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import contains_checkpoint, open_weights
 

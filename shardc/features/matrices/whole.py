@@ -156,7 +156,7 @@ class WholeMatrices(Owners):
             for name, x in optimizer.state.get(self.owned[m.name], {}).items():
                 tensors, rest = flattened(name, x.as_subclass(Tensor) if isinstance(x, Tensor) else x)
                 named = {f"optimizer.{m.name}.{n}": t for n, t in tensors.items()}
-                parts |= {n: Part(t, tuple(t.shape), elsewhere=away) for n, t in named.items()}
+                parts |= {n: Part(t, tuple(t.shape), written=not away) for n, t in named.items()}
                 if not isinstance(x, Tensor):
                     numbers.setdefault(m.name, {})[name] = rest
         return parts, numbers

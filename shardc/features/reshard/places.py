@@ -29,11 +29,6 @@ class Plan:
         self.shards = FlatShards(program)
 
     @cached_property
-    def stored(self) -> dict[str, Param | Buffer]:
-        """Parameters and buffers by placeholder name."""
-        return {x.name: x for x in self.program.params_and_buffers}
-
-    @cached_property
     def params(self) -> dict[str, Param]:
         """Parameters by their names in checkpoints; for a stack, the names of its members."""
         return {n: p for p in self.program.params for n in p.members or (p.fqn,)}
@@ -46,22 +41,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class InPlan:
-    """The place of a parameter or buffer `name` of a program. stored: its placeholder, perhaps a stack's.
+    """The place of a parameter or buffer of a program.
 
     cut: as ZeRO cuts it. ranks: those that have it at all; None: all that have the parameter.
     """
 
     plan: Plan
-    stored: str
     name: str
     cut: bool = False
     ranks: frozenset[int] | None = None
 
     def boxes(self, rank: int) -> Sequence[Box]:
-        x, program = self.plan.stored[self.stored], self.plan.program
+        program, p = self.plan.program, self.plan.params.get(self.name)
+        x = p or self.plan.buffers[self.name]
         if (self.ranks is not None and rank not in self.ranks) or not program.has(x, program.mesh.coords(rank)):
             return ()
-        shard = self.plan.shards.of(x, rank) if self.cut and isinstance(x, Param) else None
+        shard = self.plan.shards.of(p, rank) if self.cut and p is not None else None
         member = x.members.index(self.name) if x.members else None
         return boxes_of(x.shape, x.layout, shard, program.mesh, rank, member)
 

@@ -140,8 +140,8 @@ def _moments(old: Plan, new: Plan) -> list[Wanted]:
     for name, p in new.params.items():
         q = old.params[name]
         if p.requires_grad:
-            have = Kept(("from", "state", name), q.dtype, InPlan(old, q.name, name, cut=True))
-            wanted.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, InPlan(new, p.name, name, cut=True))))
+            have = Kept(("from", "state", name), q.dtype, InPlan(old, name, cut=True))
+            wanted.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, InPlan(new, name, cut=True))))
     return wanted
 
 

@@ -83,14 +83,14 @@ class TrainingMove:
             if (optimizer := old.update.optimizer) is not None:
                 have, settings = state_parts(old.held, optimizer, copies=True)
             facts = {"optimizer": settings, "extra": old.extra_state()}
-            senders = training.gather_reports(mesh, old.program, old.owned, have, **facts)
+            senders = training.gather_reports(mesh, have, **facts)
             index, need = training.index_of(old.program, senders), dict[str, Part]()
             rooms, optimizer = dict[str, dict[str, Any]](), new.update.optimizer
             if optimizer is not None and index.optimizer is not None:
                 room = new.update.paged.room if new.update.paged is not None else None
                 rooms = room_for(new.held, optimizer, index, need, "engine.to", room)
             new.accept(index.extra)
-            receivers = training.gather_reports(mesh, new.program, new.owned, need)
+            receivers = training.gather_reports(mesh, need)
             tensors_of = ([each["tensors"] for each in ranks] for ranks in (senders, receivers))
             more = training.states(self._old, self._new, *tensors_of)
             tensors = local_tensors("from", old) | local_tensors("to", new)

@@ -11,8 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from shardc.features.reshard.moves import Kept, Wanted
 from shardc.features.reshard.places import InPlan, Plan, Whole
 from shardc.features.reshard.wanted import Side
@@ -22,23 +20,16 @@ from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, json_number
 from shardc.runtime.state.saving_optimizer import combined
 
-#: A rank's report of its tensors: {key: (dtype, global shape, placeholder of a parameter with the same place or "")}.
+#: A rank's report of its tensors: {key: (dtype, global shape, whether it is split as its parameter)}.
 Said = Mapping[str, Sequence[Any]]
 
 
-def gather_reports(
-    mesh: Any, program: Program, params: Mapping[str, Tensor], parts: Mapping[str, Part], **facts: Any
-) -> list[dict[str, Any]]:
-    """Return each rank's report: `facts`, for JSON, and "tensors" of the optimizer's state. Collective.
-
-    params: this rank's, by placeholder name.
-    """
-    names = {n: p.name for p in program.params if p.name in params for n in p.members or (p.fqn,)}
+def gather_reports(mesh: Any, parts: Mapping[str, Part], **facts: Any) -> list[dict[str, Any]]:
+    """Return each rank's report: `facts`, for JSON, and "tensors" of the optimizer's state. Collective."""
     tensors = {}
     for key, part in parts.items():
-        stored = names.get(_parameter(key), "")
-        like = stored if stored and part.local.shape == params[stored].shape else ""
-        tensors[key] = [str(part.local.dtype).removeprefix("torch."), part.shape, like]
+        split = part.shard is not None or part.member is not None or bool(part.layout.items)
+        tensors[key] = [str(part.local.dtype).removeprefix("torch."), part.shape, split]
     texts = agreement.texts(mesh, json.dumps({**facts, "tensors": tensors}, default=json_number))
     read = {text: json.loads(text) for text in texts}
     return [read[text] for text in texts]
@@ -71,13 +62,8 @@ def _kept(side: Side, plan: Plan, every: Sequence[Said]) -> dict[str, Kept]:
             forms[key] = form
     result = {}
     for key in sorted(forms):
-        dtype, shape, like = forms[key]
-        these = frozenset(ranks[key])
-        place = InPlan(plan, like, _parameter(key), True).on(these) if like else Whole(tuple(shape), these)
+        dtype, shape, split = forms[key]
+        these, param = frozenset(ranks[key]), key.removeprefix("optimizer.").rpartition(".")[0]
+        place = InPlan(plan, param, cut=True).on(these) if split else Whole(tuple(shape), these)
         result[key] = Kept((side, "state", key), DTYPES[dtype], place)
     return result
-
-
-def _parameter(key: str) -> str:
-    """Return PARAMETER of optimizer.PARAMETER.STATE."""
-    return key.removeprefix("optimizer.").rpartition(".")[0]

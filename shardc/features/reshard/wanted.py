@@ -29,12 +29,12 @@ def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
     check(old, new, all_buffers=all_buffers)
     wanted = []
     for name, p in new.params.items():
-        need = Kept(("to", "own", p.name), p.dtype, InPlan(new, p.name, name, cut=True))
+        need = Kept(("to", "own", p.name), p.dtype, InPlan(new, name, cut=True))
         wanted.append(Wanted(name, _read(old, name, p.dtype), need))
     for name, b in new.buffers.items():
         if name in old.buffers:
             ends = (("from", old, old.buffers[name]), ("to", new, b))
-            have, need = (Kept((side, "buffer", x.name), x.dtype, InPlan(plan, x.name, name)) for side, plan, x in ends)
+            have, need = (Kept((side, "buffer", x.name), x.dtype, InPlan(plan, name)) for side, plan, x in ends)
             wanted.append(Wanted(name, have, need))
     return wanted
 
@@ -46,7 +46,7 @@ def _read(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
     zero = bucket.zero if bucket is not None else 0
     whole = (bucket.compute if bucket is not None and zero else None) or p.dtype
     cut = zero == 3 or whole not in (p.dtype, dtype)
-    return Kept(("from", "own" if cut else "whole", p.name), p.dtype if cut else whole, InPlan(plan, p.name, name, cut))
+    return Kept(("from", "own" if cut else "whole", p.name), p.dtype if cut else whole, InPlan(plan, name, cut))
 
 
 def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:
