@@ -19,41 +19,12 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.features.reshard.places import Place
+from shardc.features.reshard.places import Key, Wanted
 from shardc.features.reshard.routes import Routes, routes
 from shardc.runtime.state.boxes import Box
 
 #: Approximate bytes that a rank sends and receives at once.
 BUCKET = 32 << 20
-#: The name of a local tensor of a rank.
-Key = tuple[str, str, str]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A form in which ranks keep a tensor. key: of the local tensor."""
-
-    key: Key
-    dtype: torch.dtype
-    place: Place
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A tensor to move."""
-
-    name: str
-    have: Kept
-    need: Kept
-
-    @property
-    def wire(self) -> torch.dtype:
-        """The dtype in which it is sent: the narrower of the two."""
-        return min(self.need.dtype, self.have.dtype, key=lambda d: d.itemsize)
-
-    @property
-    def places(self) -> tuple[Place, Place]:
-        return self.have.place, self.need.place
 
 
 @dataclass(frozen=True)
@@ -113,21 +84,21 @@ class Moves:
         return len(self._rounds)
 
     @torch.no_grad()
-    def __call__(self, local: Mapping[Key, Tensor]) -> None:
+    def __call__(self, have: Mapping[Key, Tensor], need: Mapping[Key, Tensor]) -> None:
         """Move, between these local tensors. Collective."""
         for w, read, written in self._copied:
-            written.of(local[w.need.key]).copy_(read.of(local[w.have.key]))
+            written.of(need[w.need.key]).copy_(read.of(have[w.have.key]))
         for sent, received in self._rounds:
             counts, from_each = ([_nbytes([each]) for each in way] for way in (sent, received))
             x, into = (torch.empty(sum(n), dtype=torch.uint8, device=self._mesh.device) for n in (counts, from_each))
             for s, place in _places(sent, x):
-                place.copy_(s.box.of(local[s.wanted.have.key]))
+                place.copy_(s.box.of(have[s.wanted.have.key]))
             work = self._mesh.start_all_to_all_rows(
                 x, into, counts, from_each, self._mesh.layout.names, direction="state", tag="reshard"
             )
             work.wait()
             for s, place in _places(received, into):
-                s.box.of(local[s.wanted.need.key]).copy_(place)
+                s.box.of(need[s.wanted.need.key]).copy_(place)
 
 
 def _nbytes(by_rank: Sequence[Sequence[_Stretch]]) -> int:

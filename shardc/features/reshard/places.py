@@ -1,4 +1,9 @@
-"""Find the boxes of a tensor that any rank has under a program (as shardc.runtime.state.boxes)."""
+"""Find the boxes of a tensor that any rank has under a program, and the weights that move between two programs.
+
+At ZeRO 1 and 2 a rank stores a stretch of a parameter, and has a copy of all of it, perhaps in another dtype to compute
+in. The old copy is read if its dtype fits. The new copy is not moved: it is gathered from the stretches, as after an
+update.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
+import torch
+
+from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.boxes import Box, Numbers, boxes_of
+from shardc.runtime.state.boxes import Box, Numbers, boxes_of, kept
+from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.zero.flat_partition import FlatShards
+
+#: The name of a local tensor of a rank: (form, name).
+Key = tuple[str, str]
 
 
 class Place(Protocol):
@@ -75,3 +87,76 @@ class Whole:
 
     def boxes(self, rank: int) -> Sequence[Box]:
         return (Box.alone((0,) * len(self.shape), self.shape),) if rank in self.ranks and 0 not in self.shape else ()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A form in which ranks keep a tensor. key: of the local tensor."""
+
+    key: Key
+    dtype: torch.dtype
+    place: Place
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor to move."""
+
+    name: str
+    have: Kept
+    need: Kept
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype in which it is sent: the narrower of the two."""
+        return min(self.need.dtype, self.have.dtype, key=lambda d: d.itemsize)
+
+    @property
+    def places(self) -> tuple[Place, Place]:
+        return self.have.place, self.need.place
+
+
+def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
+    """Return the moves of parameters and common buffers.
+
+    all_buffers: both need all buffers of a checkpoint. Raises ShardcError for programs of different models.
+    """
+    check(old, new, all_buffers=all_buffers)
+    wanted = []
+    for name, p in new.params.items():
+        need = Kept(("own", p.name), p.dtype, InPlan(new, name, cut=True))
+        wanted.append(Wanted(name, _read(old, name, p.dtype), need))
+    for name, b in new.buffers.items():
+        if name in old.buffers:
+            ends = (old, old.buffers[name]), (new, b)
+            have, need = (Kept(("buffer", x.name), x.dtype, InPlan(plan, name)) for plan, x in ends)
+            wanted.append(Wanted(name, have, need))
+    return wanted
+
+
+def _read(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
+    """Return the form of a parameter that is read: whole, unless ZeRO 3 cut it, or the copy is in a third dtype."""
+    p = plan.params[name]
+    bucket = plan.program.bucket(p)
+    zero = bucket.zero if bucket is not None else 0
+    whole = (bucket.compute if bucket is not None and zero else None) or p.dtype
+    cut = zero == 3 or whole not in (p.dtype, dtype)
+    return Kept(("own" if cut else "whole", p.name), p.dtype if cut else whole, InPlan(plan, name, cut))
+
+
+def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:
+    """Raise ShardcError for programs of different models, or numbers of ranks. all_buffers: of `weights`."""
+    before, after = old.program.mesh, new.program.mesh
+    if before.world != after.world:
+        fault = f"the mesh {before} has {before.world} ranks, and {after} has {after.world}"
+        fix = "use the same number of ranks for both; to continue on another number of ranks, save, and load there"
+        raise ShardcError(fault, where="mesh", fix=fix)
+    errors = Errors()
+    have, want = (_shapes(plan, all_buffers) for plan in (old, new))
+    check_tensors(errors, want, have, want, "the engine whose weights are to move")
+    errors.raise_any()
+
+
+def _shapes(plan: Plan, all_buffers: bool) -> dict[str, tuple[int, ...]]:
+    shapes = {n: p.shapes[n] for n, p in plan.params.items()}
+    return shapes | {b.fqn: b.shape for b in kept(plan.program) if all_buffers}

@@ -23,10 +23,9 @@ from typing import Any
 
 from shardc.cost.measured.device_file import device
 from shardc.errors import ShardcError
-from shardc.features.reshard.moves import BUCKET, Kept, Wanted
-from shardc.features.reshard.places import InPlan, Plan
+from shardc.features.reshard.moves import BUCKET
+from shardc.features.reshard.places import InPlan, Kept, Plan, Wanted, weights
 from shardc.features.reshard.routes import messages
-from shardc.features.reshard.wanted import weights
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.units import plural, seconds, size
@@ -140,8 +139,8 @@ def _moments(old: Plan, new: Plan) -> list[Wanted]:
     for name, p in new.params.items():
         q = old.params[name]
         if p.requires_grad:
-            have = Kept(("from", "state", name), q.dtype, InPlan(old, name, cut=True))
-            wanted.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, InPlan(new, name, cut=True))))
+            have = Kept(("state", name), q.dtype, InPlan(old, name, cut=True))
+            wanted.append(Wanted(name, have, Kept(("state", name), p.dtype, InPlan(new, name, cut=True))))
     return wanted
 
 
