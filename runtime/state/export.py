@@ -238,7 +238,7 @@ def plan(
     if not single and model is not None and "" in pretrained_modules(model):
         kept_names = _distinct(model, named, ties)
         saved = _reverted(model, {n: named[n] for n in kept_names}, recorder)
-        finish = _hf_files(model, folder, carried, dtype)
+        finish = functools.partial(_write_hf_files, model, folder, carried, dtype)
         return [layout(folder, "model", saved, {}, finish)]
     return [layout(folder, "model", on_tape, ties, lambda: None)]
 
@@ -292,11 +292,7 @@ def _adapters(
         tensors = get_peft_model_state_dict(model, dict(named), adapter_name=name, save_embedding_layers=False)
         inference = copy.deepcopy(config)
         inference.inference_mode = True
-
-        def finish(at: Path = at, config: Any = inference) -> None:
-            config.save_pretrained(at)
-
-        yield at, tensors, finish
+        yield at, tensors, functools.partial(inference.save_pretrained, at)
 
 
 def _distinct(model: Any, named: Mapping[str, Tensor], ties: Mapping[str, str]) -> list[str]:
@@ -318,23 +314,20 @@ def _reverted(model: Any, found: dict[str, Tensor], recorder: Recorder) -> dict[
         return dict(revert_weight_conversion(model, found))
 
 
-def _hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch.dtype | None) -> Callable[[], None]:
-    def finish() -> None:
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        model_dtype = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
-        config.dtype = str(model_dtype).removeprefix("torch.")
-        config.save_pretrained(folder)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-        if carried is not None and carried.is_dir() and carried.resolve() != folder.resolve():
-            for file in sorted(carried.iterdir()):
-                if file.is_file() and _CARRIED.fullmatch(file.name):
-                    shutil.copyfile(file, folder / file.name)
-            if (templates := carried / "additional_chat_templates").is_dir():
-                shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
-
-    return finish
+def _write_hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch.dtype | None) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    model_dtype = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+    config.dtype = str(model_dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    if carried is not None and carried.is_dir() and carried.resolve() != folder.resolve():
+        for file in sorted(carried.iterdir()):
+            if file.is_file() and _CARRIED.fullmatch(file.name):
+                shutil.copyfile(file, folder / file.name)
+        if (templates := carried / "additional_chat_templates").is_dir():
+            shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -233,10 +233,6 @@ class _Memory:
 class RandomValueError(Exception):
     """A value that Python reads depends on this random op."""
 
-    def __init__(self, entry: Entry) -> None:
-        super().__init__(entry.name)
-        self.entry = entry
-
 
 # --- the recording
 
@@ -309,7 +305,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except RandomValueError as e:
             place = source.of_call()
             raise ShardcError(
-                f"building the model reads the value of random numbers ({place.shown or e.entry.name})",
+                f"building the model reads the value of random numbers ({place.shown or e.args[0].name})",
                 where=place.line,
                 fix="pass a real model instead of its builder",
             ) from e

@@ -31,10 +31,6 @@ class Sliced:
     computed: bool = False
     name: str = ""
 
-    @property
-    def form(self) -> tuple[tuple[int, ...], torch.dtype]:
-        return self.shape, self.dtype
-
     def tensor(self) -> Tensor:
         """Return all of it."""
         return self.read(whole(self.shape))

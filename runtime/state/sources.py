@@ -44,7 +44,7 @@ class Weights:
         """Return whether these names are of one tensor, or of equal ones."""
         first, *others = (self.tensors[n] for n in names)
         same = (x for x in others if x is not first)
-        return all(x.form == first.form and torch.equal(x.tensor(), first.tensor()) for x in same)
+        return all(x.dtype == first.dtype and torch.equal(x.tensor(), first.tensor()) for x in same)
 
 
 def weights(source: Any, seed: int) -> Weights:

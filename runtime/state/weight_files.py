@@ -58,7 +58,7 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
     if isinstance(path, Mapping):
         return WeightFiles(Path("the state_dict"), "in memory", in_memory_by_name(path))
     path = disk_calls.expanded(path)
-    if (checkpoint := _checkpoint(path)) is not None:
+    if (checkpoint := checkpoint_in(path)) is not None:
         return _of_checkpoint(path, checkpoint)
     files = weight_files(path)
     if not files:
@@ -75,7 +75,7 @@ def of_files(path: Path, files: Sequence[Path]) -> WeightFiles:
 def has_weights(path: str | Path) -> bool:
     """Return whether there is anything at this path that `open_weights` would read."""
     path = disk_calls.expanded(path)
-    return contains_checkpoint(path) or bool(weight_files(path))
+    return checkpoint_in(path) is not None or bool(weight_files(path))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -166,11 +166,7 @@ def torch_file(file: Path) -> dict[str, Tensor]:
 # --- a checkpoint of our own ------------------------------------------------------------------------------------------
 
 
-def contains_checkpoint(path: Path) -> bool:
-    return _checkpoint(path) is not None
-
-
-def _checkpoint(path: Path) -> Path | None:
+def checkpoint_in(path: Path) -> Path | None:
     """Return the last checkpoint in a folder of `run --save` or `engine.save`, or the folder itself."""
     for folder in (path / "checkpoint", path):
         if folder.is_dir() and is_checkpoint(folder):

@@ -69,7 +69,7 @@ class Schedulers:
     def check_room(self, steps: int = 1) -> None:
         """Raise ShardcError if a schedule with an end (OneCycleLR) ends before so many more steps."""
         for m in self.members:
-            for one, epoch in _reached(m, steps):
+            for one, epoch in _at(m, _done(m) + steps):
                 more = f"{'another one is' if steps == 1 else f'{steps} more are'} to come"
                 self._check_end(one, epoch, f"{max(one.last_epoch, 0)} of which are done, and {more}")
 
@@ -115,13 +115,9 @@ class Schedulers:
             _regroup(m)
 
 
-def _reached(scheduler: Any, steps: int) -> Iterator[tuple[OneCycleLR, int]]:
-    """Yield each OneCycleLR with the step that it reaches after so many more steps."""
-    if isinstance(scheduler, ChainedScheduler):  # steps all of its members every time, and does not count
-        for m in scheduler._schedulers:
-            yield from _reached(m, steps)
-    else:
-        yield from _at(scheduler, scheduler.last_epoch + steps)
+def _done(scheduler: Any) -> int:
+    """Return how many steps a scheduler has taken. A ChainedScheduler steps all of its members, and does not count."""
+    return _done(scheduler._schedulers[0]) if isinstance(scheduler, ChainedScheduler) else scheduler.last_epoch
 
 
 def _at(scheduler: Any, epoch: int) -> Iterator[tuple[OneCycleLR, int]]:

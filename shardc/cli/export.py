@@ -44,12 +44,12 @@ def command(
         from shardc.runtime.state.pretrained import named_state
         from shardc.runtime.state.sliced_tensors import whole
         from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
-        from shardc.runtime.state.weight_files import contains_checkpoint, open_weights
+        from shardc.runtime.state.weight_files import checkpoint_in, open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
         if not overwrite and (foreign := foreign_weights(out)) is not None:
             raise refused(foreign, "add --overwrite")
-        if not contains_checkpoint(checkpoint):
+        if checkpoint_in(checkpoint) is None:
             fix = "name a folder that `shardc run --save` wrote"
             raise ShardcError(f"there is no checkpoint in {checkpoint}", where=str(checkpoint), fix=fix)
         file = model_file.load(model)
