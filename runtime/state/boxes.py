@@ -33,6 +33,16 @@ def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tup
     return (start, size) if all(n > 0 for n in size) else None
 
 
+def index(offset: Sequence[int], shape: Numbers) -> tuple[slice, ...]:
+    """Return the index of a box in a tensor."""
+    return tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
+
+
+def whole(shape: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the box that is all of a tensor."""
+    return (0,) * len(shape), shape
+
+
 def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
     """Return whether no two boxes share an element."""
     behind: list[tuple[Numbers, Numbers]] = []
@@ -60,7 +70,7 @@ def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, N
     """Yield boxes of at most `limit` bytes, or one element, that make up a tensor: rows in order."""
     row = math.prod(shape[1:]) * itemsize
     if not shape or shape[0] * row <= limit:
-        yield (0,) * len(shape), shape
+        yield whole(shape)
     elif row > limit:
         for i in range(shape[0]):
             for offset, size in cuts(shape[1:], itemsize, limit):
@@ -99,7 +109,7 @@ class Box:
         if self.form is not None:
             local = local[self.first : self.first + math.prod(self.form)].view(self.form)
         stack = len(self.start) - len(self.shape)
-        return local[(*self.start[:stack], *map(_range, self.start[stack:], self.shape))]
+        return local[(*self.start[:stack], *index(self.start[stack:], self.shape))]
 
     def inside(self, offset: Numbers, shape: Numbers) -> Box | None:
         """Return its intersection with another box of the global tensor; None if it is empty."""
@@ -118,11 +128,7 @@ class Box:
 
     def within(self, offset: Numbers) -> tuple[slice, ...]:
         """Return its index in a tensor that begins at this offset of the global one."""
-        return tuple(_range(a - b, n) for a, b, n in zip(self.offset, offset, self.shape, strict=True))
-
-
-def _range(start: int, length: int) -> slice:
-    return slice(start, start + length)
+        return index([a - b for a, b in zip(self.offset, offset, strict=True)], self.shape)
 
 
 @functools.lru_cache(maxsize=1 << 16)  # a tensor's moments have its boxes, in this save and in the next one

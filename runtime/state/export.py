@@ -36,12 +36,12 @@ from shardc.ir.stored import Buffer, Param
 from shardc.optional import registered
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import kept
+from shardc.runtime.state.boxes import Numbers, index, kept, whole
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, stretches, whole
+from shardc.runtime.state.sliced_tensors import Sliced, stretches
 from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
@@ -56,8 +56,8 @@ _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\
 #: In the metadata of every file written here, which may be overwritten; files of others need `overwrite`.
 _MARK = {"written by": "shardc"}
 
-#: Yields what a rank holds of a tensor: (ranges of the global tensor, values).
-Held = Callable[[str], Iterable[tuple[Ranges, Tensor]]]
+#: Yields what a rank holds of a tensor: (offset, shape, values) of boxes.
+Held = Callable[[str], Iterable[tuple[Numbers, Numbers, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,11 @@ def export_safetensors(
         raise refused(Path(words), "pass overwrite=True")
     parts = held.model_parts()
 
-    def held_of(name: str) -> Iterator[tuple[Ranges, Tensor]]:
+    def held_of(name: str) -> Iterator[tuple[Numbers, Numbers, Tensor]]:
         part = parts.get(f"model.{name}")
         if part is not None and part.written:
             for box in part.boxes(mesh.layout, mesh.rank):
-                yield list(zip(box.offset, box.shape, strict=True)), box.of(part.local.detach())
+                yield box.offset, box.shape, box.of(part.local.detach())
 
     def gathered(name: str) -> Tensor:
         x, _ = tensors[name]
@@ -207,8 +207,8 @@ def plan(
     """
     recorder, values = Recorder(), dict[str, Tensor]()
 
-    def read(name: str, ranges: Ranges) -> Tensor:  # of what was gathered
-        return values[name][index(ranges)]
+    def read(name: str, *box: Numbers) -> Tensor:  # of what was gathered
+        return values[name][index(*box)]
 
     on_tape = {
         n: recorder.stored(Sliced(shape, stored, functools.partial(read, n), name=n))
@@ -370,8 +370,8 @@ def write(
         tried(lambda part: opened.append(os.open(part, os.O_WRONLY | os.O_CLOEXEC)), part)  # noqa: B023 (called at once)
         try:
             placed = list(zip(group, starts, strict=False))
-            for x, start, place, data in _data(layout, placed, held, gathered, mesh.rank):
-                tried(_write_slice, *opened, x, start, place, data)
+            for each in _data(layout, placed, held, gathered, mesh.rank):
+                tried(_write_slice, *opened, *each)
             tried(disk_calls.sync, *opened)
         finally:
             for descriptor in opened:
@@ -395,24 +395,27 @@ def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, l
 
 def _data(
     layout: Layout, outputs: Sequence[tuple[Output, int]], held: Held, gathered: Callable[[str], Tensor], rank: int
-) -> Iterator[tuple[Output, int, Ranges, Tensor]]:
-    """Yield what this rank writes: (output, its first byte, ranges, numbers). Computes what shares inputs together."""
+) -> Iterator[tuple[Output, int, Numbers, Numbers, Tensor]]:
+    """Yield what this rank writes: (output, its first byte, offset and shape of a box, numbers).
+
+    Computes what shares inputs together.
+    """
     for (itself, names), group in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
         together = list(group)
         if itself:
             for x, start in together:
-                yield from ((x, start, ranges, local.detach()) for ranges, local in held(x.of[0]))
+                yield from ((x, start, *box) for box in held(x.of[0]))
             continue
         layout.values.update({name: gathered(name) for name in names})
         if rank == 0:
             computed = layout.tape.replay([x.ref for x, _ in together], None)
-            yield from ((*pair, whole(x.shape), x) for pair, x in zip(together, computed, strict=True))
+            yield from ((*pair, *whole(tuple(x.shape)), x) for pair, x in zip(together, computed, strict=True))
         layout.values.clear()
 
 
-def _write_slice(descriptor: int, x: Output, first: int, place: Ranges, data: Tensor) -> None:
-    """Write a slice of a tensor to its place in a file. first: where the tensor begins there."""
-    length, starts = stretches(x.ref.shape, place)
+def _write_slice(descriptor: int, x: Output, first: int, offset: Numbers, shape: Numbers, data: Tensor) -> None:
+    """Write a box of a tensor to its place in a file. first: where the tensor begins there."""
+    length, starts = stretches(x.ref.shape, offset, shape)
     size, memory = length * x.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=x.dtype).contiguous())
     for i, start in enumerate(starts):
         disk_calls.write(descriptor, memory[i * size : (i + 1) * size], first + start * x.dtype.itemsize)

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
+from shardc.runtime.state.boxes import Numbers, index
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.pretrained import lazily
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index
+from shardc.runtime.state.sliced_tensors import Sliced
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]
@@ -51,8 +52,8 @@ class Recipe:
                 one[ref] = self.tape.source(ref) or Sliced(ref.shape, ref.dtype, read, True)
         return {name: one[ref] for name, ref in self.names.items()}
 
-    def _computed(self, fqn: str, seed: int, ranges: Ranges) -> Tensor:
-        return self.materialise(fqn, seed)[index(ranges)]
+    def _computed(self, fqn: str, seed: int, *box: Numbers) -> Tensor:
+        return self.materialise(fqn, seed)[index(*box)]
 
     def materialise(self, fqn: str, seed: int) -> Tensor:
         """Compute the whole tensor of this name, in the builder's dtype; it may be memory of the builder.

@@ -14,8 +14,9 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
+from shardc.runtime.state.boxes import boxes_of
 from shardc.runtime.state.fitting import SAVED_MODEL, check_tensors
-from shardc.runtime.state.sliced_tensors import Sliced, index, joined
+from shardc.runtime.state.sliced_tensors import Sliced, joined
 from shardc.runtime.state.sources import Weights
 
 # --- global tensors, from every rank's parts of them
@@ -127,7 +128,7 @@ def blank(program: Program) -> Weights:
 
     @functools.cache  # tied names are one object
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Sliced:
-        return Sliced(shape, dtype, lambda ranges: torch.zeros((), dtype=dtype).expand([n for _, n in ranges]))
+        return Sliced(shape, dtype, lambda _, size: torch.zeros((), dtype=dtype).expand(size))
 
     entries = [(n, shape, x.dtype) for x in program.params_and_buffers if x.fqn for n, shape in x.shapes.items()]
     return Weights("engine", {n: zeros(shape, dtype) for n, shape, dtype in entries})
@@ -156,10 +157,9 @@ def _source(x: Param | Buffer, given: Weights) -> Sliced:
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:
     """Read this rank's part only. Padding is zeros."""
-    coords = mesh.layout.coords(mesh.rank)
     out = torch.zeros(x.layout.local_shape(x.shape, mesh.layout), dtype=x.dtype, device=mesh.device)
-    for box in x.layout.boxes(x.shape, mesh.layout, coords):
-        out[index([(start, n) for start, _, n in box])] = source.read([(start, n) for _, start, n in box]).to(x.dtype)
+    for box in boxes_of(x.shape, x.layout, None, mesh.layout, mesh.rank):
+        box.of(out).copy_(source.read(box.offset, box.shape))
     return out
 
 

@@ -1,7 +1,7 @@
 """Read weights by slice from safetensors files, torch files and checkpoints.
 
     files = open_weights("pretrained/")             # a folder, or one file: nothing is read but names and shapes
-    files.tensors["lm_head.weight"].read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
+    files.tensors["lm_head.weight"].read((0, 16), (8, 4))     # rows 0 to 7, columns 16 to 19: [8, 4]
 
 A rank reads its part of a tensor and nothing else, so that a model of any size costs each rank only its part.
 """
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
+from shardc.runtime.state.boxes import Numbers, index
 from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, read_box, read_index
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, in_memory_by_name, index
+from shardc.runtime.state.sliced_tensors import Sliced, in_memory_by_name
 from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
 
 
@@ -127,10 +128,10 @@ def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
     return WeightFiles(path, "safetensors", tied | tensors)
 
 
-def _read_safetensors(handle: Any, name: str, dtype: torch.dtype, ranges: Ranges) -> Tensor:
-    if 0 in (n for _, n in ranges):
-        return torch.empty([n for _, n in ranges], dtype=dtype)
-    tensor: Tensor = handle.get_slice(name)[index(ranges) if ranges else ...]
+def _read_safetensors(handle: Any, name: str, dtype: torch.dtype, offset: Numbers, shape: Numbers) -> Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    tensor: Tensor = handle.get_slice(name)[index(offset, shape) or ...]
     return tensor
 
 
@@ -179,11 +180,8 @@ def checkpoint_in(path: Path) -> Path | None:
 def _of_checkpoint(path: Path, checkpoint: Path) -> WeightFiles:
     content = read_index(checkpoint)
 
-    def read(key: str, ranges: Ranges) -> Tensor:
-        return read_box(checkpoint, content, key, tuple(a for a, _ in ranges), tuple(n for _, n in ranges))
-
     tensors = {
-        key.removeprefix("model."): Sliced(x.shape, x.dtype, functools.partial(read, key))
+        key.removeprefix("model."): Sliced(x.shape, x.dtype, functools.partial(read_box, checkpoint, content, key))
         for key, x in content.tensors.items()
         if key.startswith("model.")
     }

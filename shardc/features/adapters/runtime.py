@@ -26,9 +26,10 @@ from shardc.errors import Errors, ShardcError
 from shardc.features.adapters.program import MAGNITUDE, A, Adapter, B, adapter_fqn, adapters
 from shardc.ir.program import Program
 from shardc.ir.stored import whole_name
+from shardc.runtime.state.boxes import Numbers, index
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index
+from shardc.runtime.state.sliced_tensors import Sliced
 from shardc.runtime.state.sources import Weights, from_files, weights_for
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
@@ -119,10 +120,10 @@ def _add_weights(
     dims = {p.name: p for p in begun.values() if p.kind == MAGNITUDE}
     read = Recipe(recorder.tape, {n: recorder.ref(x) for n, x in found.items()})
 
-    def lengths(part: AdapterTensor, ranges: Ranges) -> Tensor:
+    def lengths(part: AdapterTensor, *box: Numbers) -> Tensor:
         w = given.tensors[part.base].tensor().detach()
         norms: Tensor = torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)
-        return norms[index(ranges)]
+        return norms[index(*box)]
 
     tensors = {name: first[key] for name, key in keys.items()}
     for name, part in dims.items():
