@@ -109,7 +109,8 @@ class Box:
         if self.form is not None:
             local = local[self.first : self.first + math.prod(self.form)].view(self.form)
         stack = len(self.start) - len(self.shape)
-        return local[(*self.start[:stack], *index(self.start[stack:], self.shape))]
+        at: tuple[Any, ...] = (*self.start[:stack], *index(self.start[stack:], self.shape))
+        return local[at]
 
     def inside(self, offset: Numbers, shape: Numbers) -> Box | None:
         """Return its intersection with another box of the global tensor; None if it is empty."""
@@ -149,7 +150,8 @@ def boxes_of(
 def _each_box(
     shape: Numbers, layout: Layout, shard: FlatShard | None, mesh: Mesh, coords: Mapping[str, int]
 ) -> Iterator[Box]:
-    held = [Box(*_columns(box, 1, 2, 0)) for box in layout.boxes(shape, mesh, coords)]
+    columns = (_columns(box, 1, 2, 0) for box in layout.boxes(shape, mesh, coords))
+    held = [Box(offset, size, start) for offset, size, start in columns]
     if shard is None:
         yield from held
         return

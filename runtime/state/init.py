@@ -129,7 +129,7 @@ def record_reset(model: nn.Module) -> Recipe:
         return fresh.setdefault(id(x), torch.empty(x.shape, dtype=x.dtype)) if id(x) in unset else x
 
     def build() -> nn.Module:
-        duplicate._apply(empty)  # tied parameters share memory then
+        duplicate._apply(empty)  # type: ignore[no-untyped-call]  # tied parameters share memory then
         for module in todo:
             if (reset := _reset_of(module)) is not None:
                 reset()

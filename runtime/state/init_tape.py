@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seeded(torch.default_generator, _SEEDS + len(self.tape.randoms))
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
         self._stack.enter_context(_Pretend(self))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self._stack.push(super().__exit__)
         self._open = True
         return self

@@ -7,6 +7,7 @@ to load, and, after each of `check` and `read`, that it succeeded everywhere.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,9 +61,9 @@ def load(
     problems, mesh = list[ShardcError](), held.mesh
     for path in _candidates(disk_calls.expanded(folder), mesh, last_good=last_good):
         try:
-            fit = _together(mesh, path, lambda path=path: _checked(path, held, room, accept))
+            fit = _together(mesh, path, functools.partial(_checked, path, held, room, accept))
             changing()
-            _together(mesh, path, lambda path=path, fit=fit: _read(path, held, *fit))
+            _together(mesh, path, functools.partial(_read, path, held, *fit))
         except DamagedError as e:
             if not last_good:
                 raise

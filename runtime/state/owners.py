@@ -116,5 +116,6 @@ class RankState:
     def model_parts(self) -> dict[str, Part]:
         """Return the parts of parameters and buffers, by their names in a checkpoint."""
         held = {**self.params, **self.buffers}
-        stored = (x for x in (*self.program.params, *kept(self.program)) if x.name in held)
-        return {f"model.{n}": part for x in stored for n, part in self.parts(x, held[x.name]).items()}
+        stored: list[Param | Buffer] = [*self.program.params, *kept(self.program)]
+        parts = (self.parts(x, held[x.name]) for x in stored if x.name in held)
+        return {f"model.{n}": part for each in parts for n, part in each.items()}
