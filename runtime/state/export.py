@@ -83,7 +83,7 @@ class Layout:
     """The files of one folder. stem: "model" or "adapter_model"; outputs: their tensors, in order.
 
     values: of named tensors, during a computation. metadata: in every file's header. finish: writes the other files of
-    the folder.
+    the folder. single: the only file, of any size and name.
     """
 
     folder: Path
@@ -93,19 +93,20 @@ class Layout:
     values: dict[str, Tensor]
     metadata: Mapping[str, str]
     finish: Callable[[], None]
+    single: Path | None
 
-    def files(self, max_bytes: int, single: Path | None) -> dict[Path, list[Output]]:
-        """Return the outputs of each file, of at most `max_bytes` or one tensor. single: the one file, of any size."""
+    def files(self, max_bytes: int) -> dict[Path, list[Output]]:
+        """Return the outputs of each file, of at most `max_bytes` or one tensor."""
         groups: list[list[Output]] = [[]]
         size = 0
         for x in self.outputs:
-            if groups[-1] and size + x.nbytes > max_bytes and single is None:
+            if groups[-1] and size + x.nbytes > max_bytes and self.single is None:
                 groups.append([])
                 size = 0
             groups[-1].append(x)
             size += x.nbytes
         ends = [f"-{i + 1:05d}-of-{len(groups):05d}" for i in range(len(groups))] if groups[1:] else [""]
-        finals = [self.folder / f"{self.stem}{end}.safetensors" for end in ends] if single is None else [single]
+        finals = (self.single or self.folder / f"{self.stem}{end}.safetensors" for end in ends)
         return dict(zip(finals, groups, strict=True))
 
 
@@ -141,7 +142,7 @@ def export_safetensors(
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
     shapes = {n: (shape, x.dtype) for n, (x, shape) in tensors.items()}
     layouts = plan(path, shapes, ties, model, carried, dtype, program, merge=merge)
-    targets = [path] if path.suffix == ".safetensors" else [x.folder for x in layouts]
+    targets = [x.single or x.folder for x in layouts]
     asked = targets if mesh.rank == 0 and not overwrite else []
     foreign = next((file for x in asked if (file := foreign_weights(x)) is not None), None)
     _, words = agreement.failures(mesh, None if foreign is None else str(foreign))
@@ -161,7 +162,7 @@ def export_safetensors(
         return x.by_name(gathered_entry(program, mesh, x, source))[name]
 
     for layout in layouts:
-        write(layout, held_of, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
+        write(layout, held_of, gathered, mesh, max_file_bytes)
     return [layout.folder for layout in layouts]
 
 
@@ -224,7 +225,7 @@ def plan(
             kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in wide.values()}))
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
         metadata = {k: v for k, v in ties.items() if v in saved}
-        return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
+        return Layout(at, stem, outputs, recorder.tape, values, metadata, finish, path if single else None)
 
     for exported in registered("runtime", "exported", program.features if program is not None else ()):
         with recorder.recording():
@@ -339,15 +340,14 @@ def write(
     gathered: Callable[[str], Tensor],
     mesh: Any,
     max_bytes: int = MAX_FILE_BYTES,
-    single: Path | None = None,
 ) -> None:
     """Write a folder's files; each rank writes what it holds. They appear when complete. Collective.
 
-    gathered: returns a whole tensor; all ranks call it in the same order. single: the one file, of any size.
+    gathered: returns a whole tensor; all ranks call it in the same order.
     Raises ShardcError on all ranks. Old files are unchanged if writing failed; if a rename or a config failed, some are
     replaced.
     """
-    files = layout.files(max_bytes, single)
+    files = layout.files(max_bytes)
     parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(files))]
     metadata = {**layout.metadata, **_MARK}
     headers = [header([(x.name, x.dtype, x.ref.shape) for x in group], metadata) for group in files.values()]
@@ -378,7 +378,7 @@ def write(
                 os.close(descriptor)
     _agree(mesh, problem, layout.folder)
     if mesh.rank == 0:
-        tried(_rename_files, layout, files, parts, single)
+        tried(_rename_files, layout, files, parts)
         tried(layout.finish)
         tried(disk_calls.sync_folder, layout.folder)
     _agree(mesh, problem, layout.folder)
@@ -421,13 +421,11 @@ def _write_slice(descriptor: int, x: Output, first: int, offset: Numbers, shape:
         disk_calls.write(descriptor, memory[i * size : (i + 1) * size], first + start * x.dtype.itemsize)
 
 
-def _rename_files(
-    layout: Layout, files: Mapping[Path, Sequence[Output]], parts: Sequence[Path], single: Path | None
-) -> None:
+def _rename_files(layout: Layout, files: Mapping[Path, Sequence[Output]], parts: Sequence[Path]) -> None:
     """Rename the written files to their final names; remove those of an earlier export."""
     for part, final in zip(parts, files, strict=True):
         disk_calls.rename(part, final)
-    if single is not None:
+    if layout.single is not None:
         return
     new, index_file = {*files}, layout.folder / f"{layout.stem}.safetensors.index.json"
     if len(files) > 1:

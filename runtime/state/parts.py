@@ -16,7 +16,7 @@ from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state.boxes import boxes_of
 from shardc.runtime.state.fitting import SAVED_MODEL, check_tensors
-from shardc.runtime.state.sliced_tensors import Sliced, joined
+from shardc.runtime.state.sliced_tensors import Sliced, in_memory, joined
 from shardc.runtime.state.sources import Weights
 
 # --- global tensors, from every rank's parts of them
@@ -110,7 +110,7 @@ def local_parts(
             whole = source.tensor()
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
         on_whole(x, whole)
-        return _local(x, whole, mesh)
+        return _read(x, in_memory(whole), mesh)
 
     def parts(stored: Sequence[Param] | Sequence[Buffer]) -> Iterator[tuple[Any, Tensor]]:
         for x in stored:
@@ -138,15 +138,10 @@ def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
     """Return this rank's parts of the constants that capture lifted out of the code, by placeholder name."""
     coords = mesh.layout.coords(mesh.rank)
     return {
-        b.name: _local(b, b.constant, mesh)
+        b.name: _read(b, in_memory(b.constant), mesh)
         for b in program.buffers
         if b.constant is not None and program.has(b, coords)
     }
-
-
-def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
-    cut = x.layout.local(whole.detach(), mesh.layout, mesh.layout.coords(mesh.rank))
-    return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _source(x: Param | Buffer, given: Weights) -> Sliced:
@@ -157,7 +152,8 @@ def _source(x: Param | Buffer, given: Weights) -> Sliced:
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:
     """Read this rank's part only. Padding is zeros."""
-    out = torch.zeros(x.layout.local_shape(x.shape, mesh.layout), dtype=x.dtype, device=mesh.device)
+    make = torch.zeros if x.layout.paddings() else torch.empty
+    out = make(x.layout.local_shape(x.shape, mesh.layout), dtype=x.dtype, device=mesh.device)
     for box in boxes_of(x.shape, x.layout, None, mesh.layout, mesh.rank):
         box.of(out).copy_(source.read(box.offset, box.shape))
     return out

@@ -81,8 +81,7 @@ def command(
 
         def run(mesh: Any) -> None:
             for layout in layouts:
-                single = out if out.suffix == ".safetensors" else None
-                write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES, single)
+                write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES)
 
         loopback(Mesh.of({"dp": 1}), run)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
