@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -36,12 +37,11 @@ from shardc.ir.stored import Buffer, Param
 from shardc.optional import registered
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Numbers, index, kept, whole
+from shardc.runtime.state.boxes import Numbers, Sliced, index, kept, whole
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
-from shardc.runtime.state.sliced_tensors import Sliced, stretches
 from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
@@ -415,10 +415,21 @@ def _data(
 
 def _write_slice(descriptor: int, x: Output, first: int, offset: Numbers, shape: Numbers, data: Tensor) -> None:
     """Write a box of a tensor to its place in a file. first: where the tensor begins there."""
-    length, starts = stretches(x.ref.shape, offset, shape)
+    length, starts = _stretches(x.ref.shape, offset, shape)
     size, memory = length * x.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=x.dtype).contiguous())
     for i, start in enumerate(starts):
         disk_calls.write(descriptor, memory[i * size : (i + 1) * size], first + start * x.dtype.itemsize)
+
+
+def _stretches(shape: Numbers, offset: Numbers, size: Numbers) -> tuple[int, list[int]]:
+    """Return a box's contiguous parts in row-major order: (elements of each, where each begins)."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    inner = len(shape)
+    while inner and (inner == len(shape) or size[inner] == shape[inner]):
+        inner -= 1  # this dim's range is contiguous, as all dims after it are whole
+    first = sum(map(operator.mul, offset[inner:], strides[inner:]))
+    outer = itertools.product(*(range(a, a + n) for a, n in zip(offset[:inner], size[:inner], strict=True)))
+    return math.prod(size[inner:]), [first + sum(map(operator.mul, at, strides)) for at in outer]
 
 
 def _rename_files(layout: Layout, files: Mapping[Path, Sequence[Output]], parts: Sequence[Path]) -> None:

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.state.boxes import Numbers, index
+from shardc.runtime.state.boxes import Numbers, Sliced, index
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.pretrained import lazily
-from shardc.runtime.state.sliced_tensors import Sliced
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]

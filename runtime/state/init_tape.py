@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.runtime.state.sliced_tensors import Sliced, cast, in_memory, joined
+from shardc.runtime.state.boxes import Sliced, cast, in_memory, joined
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
 #: Held during recording and replay: both change global state, such as the generator's.

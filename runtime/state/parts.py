@@ -14,9 +14,8 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.boxes import boxes_of
+from shardc.runtime.state.boxes import Sliced, boxes_of, in_memory, joined
 from shardc.runtime.state.fitting import SAVED_MODEL, check_tensors
-from shardc.runtime.state.sliced_tensors import Sliced, in_memory, joined
 from shardc.runtime.state.sources import Weights
 
 # --- global tensors, from every rank's parts of them

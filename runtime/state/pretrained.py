@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.layer_names import of_every_layer
+from shardc.runtime.state.boxes import in_memory
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init_tape import RECORDING, Recorder
-from shardc.runtime.state.sliced_tensors import in_memory
 from shardc.runtime.state.weight_files import WeightFiles, of_files
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.optional import registered
+from shardc.runtime.state.boxes import Sliced, in_memory_by_name
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
 from shardc.runtime.state.quantized import plain_state
-from shardc.runtime.state.sliced_tensors import Sliced, in_memory_by_name
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 

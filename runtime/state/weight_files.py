@@ -21,9 +21,8 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Numbers, index
+from shardc.runtime.state.boxes import Numbers, Sliced, in_memory_by_name, index
 from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, read_box, read_index
-from shardc.runtime.state.sliced_tensors import Sliced, in_memory_by_name
 from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
 
 

@@ -26,10 +26,9 @@ from shardc.errors import Errors, ShardcError
 from shardc.features.adapters.program import MAGNITUDE, A, Adapter, B, adapter_fqn, adapters
 from shardc.ir.program import Program
 from shardc.ir.stored import whole_name
-from shardc.runtime.state.boxes import Numbers, index
+from shardc.runtime.state.boxes import Numbers, Sliced, index
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
-from shardc.runtime.state.sliced_tensors import Sliced
 from shardc.runtime.state.sources import Weights, from_files, weights_for
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
@@ -115,8 +114,7 @@ def _add_weights(
     """Add weights of adapters. begun: with initial values; found: on the recorder's tape."""
     # in the order of names, which is the same whether experts are in one tensor or separate
     drawn = [begun[n] for n in sorted(begun) if begun[n].kind != MAGNITUDE]
-    recipe, keys = _begin(drawn)
-    first = recipe.tensors(seed + _STREAM)
+    first, keys = _begin(drawn, seed + _STREAM)
     dims = {p.name: p for p in begun.values() if p.kind == MAGNITUDE}
     read = Recipe(recorder.tape, {n: recorder.ref(x) for n, x in found.items()})
 
@@ -137,8 +135,8 @@ def _add_weights(
     )
 
 
-def _begin(wanted: Sequence[AdapterTensor]) -> tuple[Recipe, dict[str, str]]:
-    """Return the initial A and B as a recipe, each drawn separately, and their names in it."""
+def _begin(wanted: Sequence[AdapterTensor], seed: int) -> tuple[dict[str, Sliced], dict[str, str]]:
+    """Return the initial A and B, each drawn separately, and {name: its name there}."""
     keys = {p.name: f"p{i}" for i, p in enumerate(wanted)}
 
     def build() -> nn.Module:
@@ -149,7 +147,7 @@ def _begin(wanted: Sequence[AdapterTensor]) -> tuple[Recipe, dict[str, str]]:
             module.register_parameter(keys[p.name], nn.Parameter(x))
         return module
 
-    return record(build)[1], keys
+    return record(build)[1].tensors(seed), keys
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
