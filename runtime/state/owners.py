@@ -11,12 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.errors import Errors
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state.boxes import Part, Shards, copied, cut_axes, kept, replicas
-from shardc.runtime.state.checkpoint_index import Index
 
 
 class Owners:
@@ -64,16 +62,6 @@ class Owners:
     def groups(self, optimizer: Optimizer) -> list[dict[str, str] | None]:
         """Return {name in checkpoints: parameter's placeholder} of each group; None: it steps stored parts."""
         return [None] * len(optimizer.param_groups)
-
-    def state_parts(self, optimizer: Optimizer, mesh: Any) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
-        """Return the state of what this rank owns: tensors as parts, the rest as JSON values by name."""
-        return {}, {}
-
-    def room_for(
-        self, optimizer: Optimizer, index: Index, parts: dict[str, Part], errors: Errors, folder: str
-    ) -> dict[str, dict[str, Any]]:
-        """Make new state, to be filled, of what this rank owns. Adds its tensors to parts, faults to errors."""
-        return {}
 
 
 class OwnersOptimizer(Optimizer):

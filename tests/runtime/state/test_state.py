@@ -465,6 +465,25 @@ def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
         _load(tmp_path / "d", model, OPTIMIZERS["sgd"])
 
 
+def test_tensors_inside_of_values_of_the_optimizer_are_kept(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    program = program_of(model, {"dp": 1})
+    made = [torch.arange(3.0), ({"a": torch.ones(2, 2)}, 5)]
+
+    def work(mesh: LoopbackMesh) -> Any:
+        params, buffers = local_parameters(program, model, mesh)
+        optimizer, p = torch.optim.SGD(params.values()), params["weight"]
+        held = RankState(program, mesh, params, buffers, optimizer)
+        optimizer.state[p]["rows"] = made
+        saving.Saves(mesh).save(tmp_path, lambda: saving.planned(held))
+        optimizer.state[p]["rows"] = None
+        loading.load(tmp_path, held)
+        return optimizer.state[p]["rows"]
+
+    (found,) = loopback(program.mesh, work)
+    torch.testing.assert_close(found, made, rtol=0, atol=0)
+
+
 def test_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     model = Net()
     with pytest.raises(ShardcError, match="extra state or the optimizer's settings contain more than plain values"):
