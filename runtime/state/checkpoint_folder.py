@@ -191,11 +191,6 @@ def free_name(folder: Path, step: int) -> Path:
     return folder / (f"step-{step:06d}" + (f".{number}" if number > 1 else ""))
 
 
-def renamed_path(g: Generation) -> Path:
-    """Return the new name for a checkpoint when training goes back before it."""
-    return g.path.with_name(g.path.name + ".old")
-
-
 def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
     """Keep the last `keep` complete checkpoints and everything newer; remove the rest.
 
@@ -243,8 +238,14 @@ def read_index(path: Path) -> Index:
         raise DamagedError(f"the index cannot be read: {e}", where=where) from None
 
 
-def check_file(path: Path, index: Index, number: int) -> None:
+def check_files(path: Path, index: Index) -> None:
     """Raise DamagedError if a file is not the indexed one, by its size and header."""
+    for number in range(len(index.files)):
+        check_file(path, index, number)
+
+
+def check_file(path: Path, index: Index, number: int) -> None:
+    """Raise DamagedError if this file is not the indexed one."""
     file = index.files[number]
     where = str(path / file.name)
     try:
@@ -268,9 +269,7 @@ def check_file(path: Path, index: Index, number: int) -> None:
 def complete(path: Path) -> bool:
     """Return whether a checkpoint is complete, without reading the tensors."""
     try:
-        index = read_index(path)
-        for number in range(len(index.files)):
-            check_file(path, index, number)
+        check_files(path, read_index(path))
     except ShardcError:
         return False
     return True

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,10 +172,7 @@ def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
     registered = {id(x) for _, x in named_tensors(model)}
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value):
-                vars(module)[name] = pytree.tree_map(real, value)
-
-
-def _holds_tensors(x: Any) -> bool:
-    children: Iterable[Any] = x.values() if type(x) is dict else x if type(x) in (list, tuple) else ()
-    return isinstance(x, Tensor) or any(map(_holds_tensors, children))
+            if name not in ("_parameters", "_buffers", "_modules"):
+                leaves, form = pytree.tree_flatten(value)
+                if any(isinstance(x, Tensor) for x in leaves):  # else it stays the same object
+                    vars(module)[name] = pytree.tree_unflatten(map(real, leaves), form)

@@ -44,7 +44,6 @@ from shardc.runtime.state.checkpoint_folder import (
     generations,
     is_checkpoint,
     prune,
-    renamed_path,
     words,
 )
 from shardc.runtime.state.checkpoint_index import DIGEST, File, Index, Slice, Stored, json_number
@@ -97,10 +96,6 @@ class Plan:
         """Add a tensor, and the boxes of it that this rank writes, cut into slices that are not too large."""
         self.tensors[key] = Stored(dtype, shape)
         self.pieces += (Piece(key, dtype, part, local) for b in boxes for part in b.cut(dtype.itemsize, SLICE))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.box.numel * p.dtype.itemsize for p in self.pieces)
 
     def drafts(self, facts: Mapping[str, str]) -> dict[str, Draft]:
         """Return the files of this rank, by kind. facts: about the save, for their headers."""
@@ -236,8 +231,9 @@ class Save:
         """Plan this rank's files. copy: copy their data to host memory. Rank 0 makes the folder to write into."""
         self.plan = plan()
         _check_plain(self.plan.facts)  # before anything is written
-        self.step, self.nbytes = int(self.plan.facts["extra"].get("step", 0)), self.plan.nbytes
+        self.step = int(self.plan.facts["extra"].get("step", 0))
         self.drafts = self.plan.drafts({"checkpoint": self.id, "step": str(self.step)})
+        self.nbytes = sum(draft.starts[-1] - draft.starts[0] for draft in self.drafts.values())
         if self.mesh.rank == 0:
             self._begin()
         for draft in self.drafts.values() if copy else ():
@@ -305,7 +301,7 @@ class Save:
         try:
             for g in generations(self.folder):
                 if not g.replaced and g.step > self.step:
-                    disk_calls.rename(g.path, renamed_path(g))
+                    disk_calls.rename(g.path, g.path.with_name(f"{g.path.name}.old"))
             if self.keep is not None:
                 prune(self.folder, self.keep, known=path)
         finally:

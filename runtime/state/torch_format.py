@@ -40,7 +40,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Box
-from shardc.runtime.state.checkpoint_folder import check_file, is_checkpoint, newest, read_box, read_index
+from shardc.runtime.state.checkpoint_folder import check_files, is_checkpoint, newest, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving import Plan, Saves
 
@@ -196,8 +196,7 @@ def export_checkpoint(folder: Path, new: Path) -> str:
     index = read_index(path)
     if new.exists() and any(new.iterdir()):
         raise ShardcError("the folder is not empty", where=str(new), fix="name a new one")
-    for number in range(len(index.files)):
-        check_file(path, index, number)
+    check_files(path, index)
     forms = {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in index.tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there are no other ranks

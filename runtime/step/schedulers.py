@@ -92,7 +92,7 @@ class Schedulers:
 
     def state_dict(self) -> Any:
         """Return classes and states as JSON-able values: a list if the user made several."""
-        states = [state_dict(m) for m in self.members]
+        states = [{"class": type(m).__name__, "state": plain(m.state_dict())} for m in self.members]
         return states[0] if isinstance(self.returned, LRScheduler) else states
 
     def check(self, saved: Any) -> None:
@@ -139,11 +139,6 @@ def with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
     for m in schedulers:
         yield m
         yield from with_inner(getattr(m, "_schedulers", ()))
-
-
-def state_dict(scheduler: LRScheduler) -> dict[str, Any]:
-    """Return a scheduler's class and state as JSON-able values."""
-    return {"class": type(scheduler).__name__, "state": plain(scheduler.state_dict())}
 
 
 def _regroup(scheduler: LRScheduler) -> None:
