@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import threading
-from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -26,37 +25,15 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import LOOPBACK, NAMED
-from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
 
-
-class Presence:
-    """This process in its world: it announces this rank, and watches.
-
-    named: seconds, of Watch; 0: never. .watch: None if a thread cannot use the store separately.
-    """
-
-    def __init__(self, store: Any, rank: int, world: int, *, named: float) -> None:
-        self.store, self.rank, self.world, self.activity = store, rank, world, Activity()
-        watched = can_watch(store)
-        # the main thread may hold the store while it waits
-        self.processes = Processes(store.clone() if watched else None, rank, world)
-        self.activity.note = self.processes.note
-        self.watch: Watch | None = None
-        if watched and named and world > 1:
-            self.watch = Watch(
-                Mesh(()), rank, self.activity, store, self.processes, world=world, named=named, met=False
-            )
+_begun: list[Watch] = []
 
 
-_begun: list[Presence] = []
-
-
-def begin(named: float = NAMED) -> Presence | None:
+def begin(named: float = NAMED) -> Watch | None:
     """Announce this process to the world that its environment describes. Call it before slow work.
 
     Returns what the next TorchMesh takes over; None where this process has joined a world already, or RANK is not set.
@@ -76,7 +53,7 @@ def _end(processes: Processes, number: int, _: object) -> None:
     signal.raise_signal(number)
 
 
-def take(timeout: timedelta, named: float) -> Presence:
+def take(timeout: timedelta, named: float) -> Watch:
     """Take over what `begin` has started, or start it now. timeout: of the store."""
     if not _begun:
         return _new(timeout, named)
@@ -84,21 +61,16 @@ def take(timeout: timedelta, named: float) -> Presence:
     return _begun.pop()
 
 
-def _new(timeout: timedelta, named: float) -> Presence:
+def _new(timeout: timedelta, named: float) -> Watch:
     with not_inherited():
         store, rank, world = world_store(timeout)
-        _joined[_place()] += 1  # a process that joins again after `close` keeps its store, and needs new keys
-        store = dist.PrefixStore(f"join{_joined[_place()]}", store)  # type: ignore[attr-defined]
-        return Presence(store, rank, world, named=named)
+        times = store.add(f"joined{rank}", 1)  # a process that joins again after `close` keeps its store: new keys
+        store = dist.PrefixStore(f"join{times}", store)  # type: ignore[attr-defined]
+        return Watch(store, rank, world, named)
 
 
-#: By place: what `world_store` returns there, and how often this process has joined a world there.
+#: What `world_store` returns, by the place where ranks meet.
 _stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
-_joined = Counter[tuple[str | None, ...]]()
-
-
-def _place() -> tuple[str | None, ...]:
-    return tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
 
 
 def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
@@ -106,12 +78,13 @@ def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]
 
     Old keys would mislead: torchrun's agent may keep its store when it restarts all processes.
     """
-    if _place() not in _stores:
+    place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+    if place not in _stores:
         store, rank, world = _new_store(timeout)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _stores[_place()] = dist.PrefixStore(f"shardc/start{restarts}", store), rank, world  # type: ignore[attr-defined]
-    _stores[_place()][0].set_timeout(timeout)
-    return _stores[_place()]
+        _stores[place] = dist.PrefixStore(f"shardc/start{restarts}", store), rank, world  # type: ignore[attr-defined]
+    _stores[place][0].set_timeout(timeout)
+    return _stores[place]
 
 
 def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
@@ -145,10 +118,3 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
     finally:
         late.cancel()
-
-
-def can_watch(store: Any) -> bool:
-    """Return whether a thread can use the store at the same time, over a separate connection."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]

@@ -28,10 +28,9 @@ from shardc.runtime.mesh import presence
 from shardc.runtime.mesh.agreement import check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import Axes, RankMesh, Rows, Work
-from shardc.runtime.mesh.failed_rank import Failures, RankFailedError, cut_off
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
-from shardc.runtime.mesh.presence import Presence
+from shardc.runtime.mesh.watch import RankFailedError, Watch, cut_off
 from shardc.torch_private import count_groups_from, default_store, let_workers_end, process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
@@ -84,28 +83,25 @@ class TorchMesh(RankMesh):
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
             check_variables()
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
-            present = presence.take(timeout or default_pg_timeout, watch)
+            self.watch = presence.take(timeout or default_pg_timeout, watch)
             # its functions have the current world as a default argument when they are defined, and so would keep its
             # connections open after a failed rank leaves it
             importlib.import_module("torch.distributed.nn.functional")
-            with not_inherited(), present.activity.during("joining the world"):
+            with not_inherited(), self.watch.activity.during("joining the world"):
                 if own_device.type == "cuda":
-                    share_no_gpu(present.store, present.rank, own_device)
-                _enter(present.store, present.rank, present.world, own_device, timeout)
+                    share_no_gpu(self.watch.store, self.watch.rank, own_device)
+                _enter(self.watch.store, self.watch.rank, self.watch.world, own_device, timeout)
             self.owner = True
         elif dist.is_initialized():
-            present = Presence(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
+            self.watch = Watch(default_store(), dist.get_rank(), dist.get_world_size(), watch)
         else:
-            present = Presence(None, 0, 1, named=0)
-        rank = present.rank
-        _check_world(layout, present.world)
-        super().__init__(layout, rank, own_device, record)
-        self.activity, self._processes = present.activity, present.processes
+            self.watch = Watch(None, 0, 1, 0)
+        _check_world(layout, self.watch.world)
+        super().__init__(layout, self.watch.rank, own_device, record)
+        self.activity = self.watch.activity
         self._timeout, self._cut = timeout, ""
-        self._gloo = present.world > 1 and own_device.type == "cpu" and backend_of("cpu") == "gloo"
-        self._store = default_store() if present.world > 1 else None
+        self._gloo = layout.world > 1 and own_device.type == "cpu" and backend_of("cpu") == "gloo"
         self._works: WeakSet[Work] = WeakSet()
-        self._failures = Failures(self._store, rank, layout, self._processes)
         self._waiting: torch.cuda.Stream | None = None
         self._groups: dict[frozenset[str], Any] = {}
         self._created: set[frozenset[str]] = set()  # includes groups that this rank is not in
@@ -114,9 +110,7 @@ class TorchMesh(RankMesh):
         self._along = tuple(lines)
         with self.activity.during("joining the mesh"):
             self._connect([layout.names, *((n,) for n in layout.names), *axes])
-        self.watch = present.watch
-        if self.watch is not None:
-            self.watch.meet(layout, watch)
+        self.watch.meet(layout, watch)
         _HERE.add(self)
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> TorchMesh:
@@ -127,9 +121,7 @@ class TorchMesh(RankMesh):
     def transfer_to(self, other: TorchMesh) -> None:
         """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False
-        if self.watch is not None:
-            self.watch.stop()
-            self.watch = None
+        self.watch.stop()
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
@@ -314,11 +306,11 @@ class TorchMesh(RankMesh):
     def _failed(self, error: Exception, doing: str) -> None:
         """Report the error to the other ranks, or raise theirs. Returns if the error is this rank's own."""
         if not cut_off(error):
-            if not self._failures.report(error, doing):
+            if not self.watch.report(error, doing):
                 first = next(iter(str(error).splitlines()), "")
                 self._close_all(error, f"this rank failed in {doing}: {type(error).__name__}: {first}")
             return
-        failed = self._failures.of_another(error, doing, self.activity)
+        failed = self.watch.cause(error, doing)
         self._close_all(error, failed.what)
         raise failed from error
 
@@ -348,10 +340,9 @@ class TorchMesh(RankMesh):
     def reconnect(self) -> None:
         if not self._cut:
             return
-        assert self._store is not None
-        if self._processes.ended():
+        if self.watch.processes.ended():
             raise RankFailedError("some ranks have ended", where="meeting again")
-        store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"shardc/again{self.watch.failures}", self.watch.store)  # type: ignore[attr-defined]
         with not_inherited():
             _enter(store, self.rank, self.layout.world, self.device, AGAIN)
         axes = [tuple(sorted(names)) for names in self._created]
@@ -365,8 +356,7 @@ class TorchMesh(RankMesh):
         A group ends with its last reference, and its threads with it. They must not outlive the interpreter: they may
         hold a tensor, and freeing it then aborts the process (https://github.com/pytorch/pytorch/pull/179291).
         """
-        if self.watch is not None:
-            self.watch.stop()
+        self.watch.stop()
         if self.owner and dist.is_initialized():
             dist.destroy_process_group()
             self._groups.clear()

@@ -98,8 +98,8 @@ def once(text: str, report: Callable[[], None]) -> None:
     """
     store, rank, first, world = None, 0, True, int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        from shardc.runtime.mesh.failed_rank import within
         from shardc.runtime.mesh.presence import world_store
+        from shardc.runtime.mesh.watch import within
 
         with suppress(RuntimeError, OSError):  # from the store: it went with the process that held it
             if os.environ["RANK"] == "0" or within(LATE, _store_is_there):

@@ -75,7 +75,7 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
     program = dataclasses.replace(program, resize=Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch))
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
-    if mesh.watch is not None and settings.log:
+    if settings.log:
         mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
     return file, program, mesh
 

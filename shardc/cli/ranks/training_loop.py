@@ -25,9 +25,8 @@ from shardc.cli.ranks.training_data import Batches
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
 from shardc.runtime.mesh.agreement import DisagreementError
-from shardc.runtime.mesh.failed_rank import RankFailedError
 from shardc.runtime.mesh.replicas import ReplicasDifferError
-from shardc.runtime.mesh.watch import print_line
+from shardc.runtime.mesh.watch import RankFailedError, print_line
 from shardc.runtime.stage.not_finite import NotFiniteError
 from shardc.runtime.state.checkpoint_folder import SavingError, generations
 from shardc.runtime.step.evaluation import NoBatchesError
