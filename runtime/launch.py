@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -226,9 +227,8 @@ def launch(
                     )
                     ranks.append(p)
             culprit = _watch(ranks, live)
-            if culprit is None and not any(p.poll() for p in ranks):
+            if culprit is None:
                 return 0
-            culprit = _first_failed(ranks) if culprit is None else culprit
             live.show(rest=True)
             doing, code = Path(reports) / f"rank{culprit}.doing", ranks[culprit].returncode
             _report(culprit, code, mesh, doing.read_text(errors="replace").rstrip("\0") if doing.exists() else "")
@@ -250,32 +250,28 @@ def launch(
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live) -> int | None:
-    """Show lines until a rank fails, or all have ended. Return a rank that is stopped (SIGSTOP, SIGTSTP), else None.
+    """Show lines until all ranks have ended, or one fails or is stopped (SIGSTOP, SIGTSTP); return that one.
 
-    Stopping all ranks together is intended: it fails only while others run.
+    Ranks that gave up because of a failure may end before the one that failed. Stopping all ranks together is intended:
+    it fails only while others run.
     """
-    since: dict[int, float] = {}
-    while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+    failed, since, deadline = list[int](), dict[int, float](), math.inf
+    while not all(p.poll() == 0 for p in ranks):
         time.sleep(POLL)
         live.show()
         now = time.monotonic()
+        failed += [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
+        if failed:
+            deadline = min(deadline, now + GRACE)
+            killed = [r for r in failed if ranks[r].returncode < 0]
+            culprits = killed or [r for r in failed if ranks[r].returncode != GAVE_UP]
+            if culprits or now > deadline:
+                return (culprits or failed)[0]
         stopped = [r for r, p in enumerate(ranks) if process_state(p.pid)[0] == "T"]
         since = {r: since.get(r, now) for r in stopped} if len(stopped) < len(ranks) else {}
         if since and now - min(since.values()) > STOPPED:
             return min(since, key=lambda r: since[r])
     return None
-
-
-def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Return the rank that failed first. Ranks that gave up because of it may end before it does."""
-    failed, deadline = list[int](), time.monotonic() + GRACE
-    while True:
-        failed += [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
-        killed = [r for r in failed if ranks[r].returncode < 0]
-        culprits = killed or [r for r in failed if ranks[r].returncode != GAVE_UP]
-        if culprits or time.monotonic() > deadline:
-            return (culprits or failed)[0]
-        time.sleep(POLL)
 
 
 def process_state(pid: int) -> tuple[str, int]:
