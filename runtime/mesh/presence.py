@@ -30,20 +30,23 @@ from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
 
-_begun: list[Watch] = []
+#: What `begin` has made, and its activity, which ends when a TorchMesh takes it over.
+_begun: list[tuple[Watch, contextlib.ExitStack]] = []
 
 
 def begin(named: float = NAMED) -> Watch | None:
-    """Announce this process to the world that its environment describes. Call it before slow work.
+    """Announce this process to the world that its environment describes. Call it before slow work: compiling.
 
     Returns what the next TorchMesh takes over; None where this process has joined a world already, or RANK is not set.
     """
     if dist.is_initialized() or _begun or "RANK" not in os.environ:
         return None
-    _begun.append(present := _new(default_pg_timeout, named))
+    watch, compiling = _new(default_pg_timeout, named), contextlib.ExitStack()
+    compiling.enter_context(watch.activity.during("compiling"))
+    _begun.append((watch, compiling))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, functools.partial(_end, present.processes))  # until the run sets its own handler
-    return present
+        signal.signal(signal.SIGTERM, functools.partial(_end, watch.processes))  # until the run sets its own handler
+    return watch
 
 
 def _end(processes: Processes, number: int, _: object) -> None:
@@ -57,8 +60,10 @@ def take(timeout: timedelta, named: float) -> Watch:
     """Take over what `begin` has started, or start it now. timeout: of the store."""
     if not _begun:
         return _new(timeout, named)
-    _begun[0].store.set_timeout(timeout)
-    return _begun.pop()
+    watch, compiling = _begun.pop()
+    compiling.close()
+    watch.store.set_timeout(timeout)
+    return watch
 
 
 def _new(timeout: timedelta, named: float) -> Watch:
@@ -73,12 +78,21 @@ def _new(timeout: timedelta, named: float) -> Watch:
 _stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
 
 
+def _place() -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+
+
+def joined() -> tuple[Any, int, int]:
+    """Return what `world_store` does if this process is connected; else (None, 0, 1)."""
+    return _stores.get(_place(), (None, 0, 1))
+
+
 def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
     """Return (store, rank, world), as torch's env:// has them. The process connects once. timeout: of the store.
 
     Old keys would mislead: torchrun's agent may keep its store when it restarts all processes.
     """
-    place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+    place = _place()
     if place not in _stores:
         store, rank, world = _new_store(timeout)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

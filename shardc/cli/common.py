@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
 import time
@@ -94,32 +93,24 @@ def _end(error: ShardcError, show: Show) -> NoReturn:
 def once(text: str, report: Callable[[], None]) -> None:
     """Call `report`, which prints an error, unless another rank of torchrun or Slurm has printed the same text.
 
-    A rank that cannot reach the others prints it, too. The one that holds their store waits for them.
+    A rank that is not connected to the others prints it, too. The one that holds their store waits for them.
     """
-    store, rank, first, world = None, 0, True, int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        from shardc.runtime.mesh.presence import world_store
+    store, rank, world, first = None, 0, 1, True
+    if "RANK" in os.environ:  # else nothing need be imported
+        from shardc.runtime.mesh.presence import joined
         from shardc.runtime.mesh.watch import within
 
-        with suppress(RuntimeError, OSError):  # from the store: it went with the process that held it
-            if os.environ["RANK"] == "0" or within(LATE, _store_is_there):
-                store, rank, _ = world_store(timedelta(seconds=LATE))
-                first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
+        store, rank, world = joined()
+    with suppress(RuntimeError):  # the store went with the process that held it
+        if store is not None:
+            store.set_timeout(timedelta(seconds=LATE))
+            first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
     if first:
         report()
-    if store is not None:
-        with suppress(RuntimeError):  # the store went with the process that held it
-            ended = store.add("ended", 1)
-            if rank == 0 and ended < world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                within(LATE, lambda: store.add("ended", 0) >= world)
-
-
-def _store_is_there() -> bool:
-    """Return whether the store of the ranks can be reached. Where it cannot, torch writes 30 lines of frames."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with suppress(OSError), socket.create_connection(place, timeout=1):
-        return True
-    return False
+    with suppress(RuntimeError):
+        ended = store.add("ended", 1) if store is not None else world
+        if rank == 0 and ended < world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            within(LATE, lambda: store.add("ended", 0) >= world)
 
 
 def print_error(text: str) -> None:

@@ -540,7 +540,6 @@ def test_a_rank_alone_tells_its_error_without_frames_of_torch(
     world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in world.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(common, "LATE", 0.3)
     common.once("model.py:3: no", lambda: print("model.py:3: no"))
     assert capfd.readouterr() == ("model.py:3: no\n", "")
 

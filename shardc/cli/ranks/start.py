@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,18 +69,16 @@ def ranks(named: Named, nproc: int | None, weights: Path | None, watch: float | 
 
         launch.join_slurm()
         joined = launch.in_world()
-        preparing = ExitStack()
-        if joined and (process := presence.begin(*(() if watch is None else (watch,)))) is not None:
-            preparing.enter_context(process.activity.during("compiling"))
+        if joined:
+            presence.begin(launch.NAMED if watch is None else watch)
         if joined and (key := _shared()) and os.environ["LOCAL_RANK"] != "0":
             from shardc.cli.ranks import worker
 
             if (file := _job_of_first(key)) is not None:
-                preparing.close()
                 worker.main(file)
                 worker.end_rank()
         with run_folder() as folder:
-            all_ranks = Ranks(named, nproc, show, folder, joined, preparing)
+            all_ranks = Ranks(named, nproc, show, folder, joined)
             try:
                 all_ranks.weights = _weights(weights)
                 yield all_ranks
@@ -141,8 +139,8 @@ def _is_private(folder: Path) -> bool:
 class Ranks:
     """Starts one process for each rank on this machine, or is a rank of torchrun or Slurm: `joined`.
 
-    show: prints the result. folder: the temporary folder of the run. preparing: what ends when the job begins. weights:
-    the path of --weights, or "". status: exit status of the last job.
+    show: prints the result. folder: the temporary folder of the run. weights: the path of --weights, or "". status:
+    exit status of the last job.
     """
 
     named: Named
@@ -150,7 +148,6 @@ class Ranks:
     show: Show
     folder: Path
     joined: bool
-    preparing: ExitStack
     weights: str = ""
     status: int = 0
 
@@ -216,7 +213,6 @@ class Ranks:
             from shardc.cli.ranks import worker
 
             self.publish(str(file))
-            self.preparing.close()
             worker.main(str(file))
         else:
             hidden_modules.check_folder(Path.cwd())
