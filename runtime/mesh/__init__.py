@@ -12,7 +12,6 @@
     watch         names the rank that keeps the others waiting, and passes an error of one rank to all others
     waits         measures how long a rank waits for its collectives
     processes     which ranks of this machine have ended or are stopped
-    inherited     closes connections in forked processes
     allocator     what the C library does with freed memory on a CPU
 
 A program does not depend on the kind of mesh. Collectives return new tensors and never change their argument.

@@ -8,6 +8,10 @@ there is a process group:
     `begin`  the store ── who is there, what they do ── the thread ........ compile, import, build ...
     `take`   by a TorchMesh takes over what `begin` made; in programs that have not called it, makes it then
     `world_store`   the store before there is a mesh: for the program that one process compiles, and for equal errors
+
+A connection ends with the last process that has it open. If a process that a rank forks, such as a worker of a
+DataLoader, kept its connections, ranks that wait for one that left, or was killed, would not be woken. So a forked
+process closes them (`not_inherited`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +31,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from shardc.runtime.launch import LOOPBACK, NAMED
-from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
 
@@ -132,3 +136,43 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
     finally:
         late.cancel()
+
+
+# --- connections in forked processes
+
+_OPEN = "/proc/self/fd"  # Linux only; elsewhere nothing is closed
+_ours: dict[int, str] = {}  # {descriptor: socket}, as descriptors are reused
+
+
+@contextlib.contextmanager
+def not_inherited() -> Iterator[None]:
+    """Keep the connections that are made in this context out of forked processes."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        _ours.update(_sockets().items() - before.items())
+
+
+def _sockets() -> dict[int, str]:
+    """Return {descriptor: "socket:[NUMBER]"} of this process."""
+    with contextlib.suppress(OSError):
+        return {fd: name for fd in map(int, os.listdir(_OPEN)) if (name := _name(fd)).startswith("socket:")}
+    return {}
+
+
+def _name(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"{_OPEN}/{descriptor}")
+    return ""
+
+
+def _close() -> None:
+    """Close the registered sockets, in a forked process."""
+    for fd, name in _ours.items():
+        if _name(fd) == name:
+            os.close(fd)
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_close)

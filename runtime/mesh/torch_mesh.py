@@ -29,8 +29,8 @@ from shardc.runtime.mesh import presence
 from shardc.runtime.mesh.agreement import check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import Axes, RankMesh, Rows, Work
-from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
+from shardc.runtime.mesh.presence import not_inherited
 from shardc.runtime.mesh.watch import RankFailedError, Watch, cut_off
 from shardc.torch_private import count_groups_from, default_store, let_workers_end, process_groups
 
@@ -116,7 +116,7 @@ class TorchMesh(RankMesh):
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> TorchMesh:
         """Return the same ranks as a mesh of another layout. See RankMesh.seen_as."""
         options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
-        return TorchMesh(layout, axes, lines=lines, **options)
+        return TorchMesh(layout, axes, lines=lines, watch=self.watch.named, **options)
 
     def transfer_to(self, other: TorchMesh) -> None:
         """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""

@@ -134,7 +134,7 @@ class Watch:
             atexit.register(self.stop)
 
     def _set_timeouts(self, named: float) -> None:
-        self._named = named
+        self.named = named
         # one store serves all ranks: limit it to about a thousand requests a second
         self._look = max(named / 5, self.world / 1000)
 
@@ -209,17 +209,17 @@ class Watch:
             self._watch()
 
     def _watch(self) -> None:
-        count, since, looked, patience = -1, time.monotonic(), 0.0, self._named / 2
-        while not self._stop.wait(self._named / 40):
+        count, since, looked, patience = -1, time.monotonic(), 0.0, self.named / 2
+        while not self._stop.wait(self.named / 40):
             now = time.monotonic()
             if self.activity.count != count or not activity.waits():
-                count, since, patience = self.activity.count, now, self._named / 2
+                count, since, patience = self.activity.count, now, self.named / 2
             elif now - since >= patience:
                 patience *= 4  # name a slow rank less and less often
                 self._ask(now, since)
                 looked = 0.0
             # until all have met, check often: the first rank to end is known only for a moment
-            due = now - looked >= (self._look if self._met else max(self._named / 40, self.world / 1000))
+            due = now - looked >= (self._look if self._met else max(self.named / 40, self.world / 1000))
             if not self._met and (due or self.processes.known()):
                 self._end_with_one_that_ended(now)
             if due:
@@ -231,7 +231,7 @@ class Watch:
         """End this rank if another has ended: ranks that wait in native code ignore the launcher's signal."""
         if self._first_ended is None and (ended := self.processes.ended(_WAITED)):
             self._first_ended = verdict(self.layout, {}, 0.0, ended), now
-        elif self._first_ended is not None and now - self._first_ended[1] > self._named / 4 and activity.waits():
+        elif self._first_ended is not None and now - self._first_ended[1] > self.named / 4 and activity.waits():
             self._end_all(self._first_ended[0])
 
     def _ask(self, now: float, since: float) -> None:
@@ -250,7 +250,7 @@ class Watch:
             self._end(self._asked.get(_OVER).decode())
 
     def _judge(self, now: float) -> None:
-        if self._question is None or now - self._question[1] < self._look + self._named / 5:
+        if self._question is None or now - self._question[1] < self._look + self.named / 5:
             return
         (number, asked, count, since), self._question = self._question, None
         keys = {r: f"shardc/watch{number}/rank{r}" for r in range(self.world)}
@@ -258,7 +258,7 @@ class Watch:
         seconds = now - since
         if len(answers) == self.world:
             # else the wait is over: all were slow, on a busy machine; or one compiles for all
-            if self.activity.count == count and (self._met or asked - since > self._named):
+            if self.activity.count == count and (self._met or asked - since > self.named):
                 self.say(verdict(self.layout, answers, seconds))
             return
         silent = self._silent(answers)
@@ -273,8 +273,8 @@ class Watch:
             self.say(f"{text}; ended now")  # the others notice by their connections
         elif why == ABSENT:
             self.say(text)
-        elif why == SILENT and seconds < ENDED * self._named:
-            self.say(f"{text}; unless it answers, the run ends in {ENDED * self._named - seconds:.0f} s")
+        elif why == SILENT and seconds < ENDED * self.named:
+            self.say(f"{text}; unless it answers, the run ends in {ENDED * self.named - seconds:.0f} s")
         else:
             self._end_all(text)
 

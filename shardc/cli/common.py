@@ -92,7 +92,8 @@ def once(text: str, report: Callable[[], None]) -> None:
 
     A rank that is not connected to the others prints it, too. The one that holds their store waits for them.
     """
-    store, rank, world, first = None, 0, 1, True
+    store: Any = None
+    rank, world, first = 0, 1, True
     if "RANK" in os.environ:  # else nothing need be imported
         from shardc.runtime.mesh.presence import joined
         from shardc.runtime.mesh.watch import within

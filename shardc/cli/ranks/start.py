@@ -188,7 +188,7 @@ class Ranks:
         return Job(
             program=str(artifact),
             model=self._ref,
-            run=run.model_dump(),
+            settings=run,
             example=example_sizes(self._program),
             weights=self.weights,
             quiet=self.named.as_json,
@@ -208,7 +208,7 @@ class Ranks:
         from shardc.runtime import launch
 
         file = self.folder / "job.json"
-        file.write_text(json.dumps(vars(job)))
+        file.write_text(job.model_dump_json())
         if self.joined:
             from shardc.cli.ranks import worker
 

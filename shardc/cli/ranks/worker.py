@@ -149,7 +149,7 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
 def main(file: str) -> None:
     """Run a job; if it fails, exit at once, as a rank that waits for its peers would hide the cause."""
     lasting_output.install()
-    job = Job(**json.loads(Path(file).read_text()))
+    job = Job.model_validate_json(Path(file).read_text())
     if not job.joined and not torch.cuda.is_available():
         own_cores.pin_process(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # DataLoaders make their files in the folder of the run, which is removed with it, also if this process is killed
