@@ -26,7 +26,7 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import NAMED, check_variables
 from shardc.runtime.mesh import presence
-from shardc.runtime.mesh.agreement import check, stated
+from shardc.runtime.mesh.agreement import check, differ, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import Axes, RankMesh, Rows, Work
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
@@ -165,7 +165,7 @@ class TorchMesh(RankMesh):
         world: Any = dist.group.WORLD
         if self.device.type == "cuda" and world.bound_device_id is not None and backend_of("cuda") == "nccl":
             group = self._split_world(groups, name)
-        elif all(self._same_on_all_ranks(number) for number in process_groups()):
+        elif not differ(self.sum_on_host([n**power for n in process_groups() for power in (1, 2)]), self.layout.world):
             # torch numbers groups by process: a rank that is in none makes a group of one to keep count
             peers = own_group or (self.rank,)
             group = dist.new_group(list(peers), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
@@ -179,10 +179,6 @@ class TorchMesh(RankMesh):
     def _split_world(self, groups: list[tuple[int, ...]], name: str) -> Any:
         """Make all `groups` with one call to NCCL, and return this rank's."""
         return dist.split_group(split_ranks=[list(g) for g in groups], timeout=self._timeout, group_desc=name)
-
-    def _same_on_all_ranks(self, number: int) -> bool:
-        total, squares = self.sum_on_host([number, number * number])
-        return self.layout.world * squares == total * total
 
     def _group(self, axes: Iterable[str]) -> Any:
         names = self._split(axes)

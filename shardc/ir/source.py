@@ -206,9 +206,8 @@ def trace_of_call() -> str | None:
 
 
 def models_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the model's code, from `frame` outwards; None if shardc's command line calls."""
+    """Return the innermost frame of the model's code, from `frame` outwards; beyond shardc's commands are typer's."""
     while frame is not None and not _calls(frame.f_code.co_filename, frame.f_code.co_name):
-        # beyond it are only the frames of typer, and of the script that pip has written
         frame = frame.f_back if not frame.f_globals.get("__name__", "").startswith("shardc.cli.") else None
     return frame
 

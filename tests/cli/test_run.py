@@ -339,21 +339,17 @@ def test_a_run_that_failed_begins_again_from_its_last_checkpoint(folder: Path) -
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
 
 
-def test_a_signal_saves_and_says_where(folder: Path) -> None:
-    with subprocess.Popen(
-        command(folder, "slow", "--steps", "100000", "--save", "out"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-    ) as process:
-        assert process.stdout is not None
-        assert any(line.startswith("step ") for line in process.stdout)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM after step" in errors
-    assert "saved to out; continue with --resume out" in errors
+def test_a_signal_saves_and_says_where(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (log := folder / "log").touch()
+    process = warm.start(*command(folder, "slow", "--steps", "100000", "--save", "out")[1:], log=log)
+    while not re.search("^step ", log.read_text(), re.MULTILINE):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step" in log.read_text()
+    assert "saved to out; continue with --resume out" in log.read_text()
     assert (folder / "out" / "checkpoint").is_dir()
 
 
