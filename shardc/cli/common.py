@@ -313,16 +313,6 @@ def model_of(facts: Mapping[str, Any]) -> str:
     return ref if os.path.isabs(file) else ""
 
 
-def print_model_file(folder: str, ref: str, writes: Mapping[str, str]) -> None:
-    """Print which model file a compiled folder imports, and where its spec writes. writes: {what: folder}."""
-    from shardc.cli import model_file
-
-    if file := model_file.path_of(ref):
-        console.print(f"importing {file}, which {folder} names; --model FILE imports another", markup=False)
-    for fault, place in writes.items():
-        console.print(f"{fault}: {place}, as the spec in {folder} says", markup=False)
-
-
 def _mesh_sizes(options: list[str]) -> dict[str, int]:
     """Parse the --mesh options: dp=4,tp=1 becomes {"dp": 4, "tp": 1}."""
     sizes: dict[str, int] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardc.cli.common import Show, example_sizes, is_artifact, model_of, print_model_file, program_of, reporting
+from shardc.cli.common import Show, console, example_sizes, is_artifact, model_of, program_of, reporting
 from shardc.cli.options import Named
 from shardc.cli.ranks import lasting_output
 from shardc.errors import Errors, ShardcError
@@ -177,6 +177,7 @@ class Ranks:
 
     def job(self, run: Run, writes: Mapping[str, str] | None = None, **work: Any) -> Job:
         """Make the job of the processes. writes: folders in the spec of a compiled folder. work: other fields."""
+        from shardc.cli import model_file
         from shardc.cli.ranks.job import Job
 
         artifact = Path(self.named.model)
@@ -184,7 +185,10 @@ class Ranks:
             artifact = self.folder / "program"
             self._program.save(artifact)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
-            print_model_file(self.named.model, "" if self.named.model_file else self._ref, writes or {})
+            if not self.named.model_file and (file := model_file.path_of(self._ref)):
+                console.print(f"importing {file}, which {artifact} names; --model FILE imports another", markup=False)
+            for subject, place in (writes or {}).items():
+                console.print(f"{subject}: {place}, as the spec in {artifact} says", markup=False)
         return Job(
             program=str(artifact),
             model=self._ref,

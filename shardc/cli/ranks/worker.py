@@ -21,9 +21,8 @@ import torch
 from shardc.api import load
 from shardc.cli.common import once, saved_in
 from shardc.cli.model_file import ModelFile
-from shardc.cli.ranks import forward_jobs, lasting_output, training_data
+from shardc.cli.ranks import forward_jobs, lasting_output, save_lock, training_data
 from shardc.cli.ranks.job import Job, joined, weights_of
-from shardc.cli.ranks.save_lock import SaveLock
 from shardc.cli.ranks.step_lines import StepLines, header
 from shardc.cli.ranks.training_data import Batches
 from shardc.cli.ranks.training_loop import Interrupted, Signals, Training, peak_memory
@@ -60,8 +59,8 @@ def run(job: Job) -> dict[str, Any]:
         fault, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
         raise ShardcError(fault, where="--memory-snapshot", fix=fix)
     with mesh.together("taking the folders of --save and --log"):
-        folders = {"--log": settings.log or "", "--save": settings.save or ""}
-        locks = SaveLock.of(folders) if mesh.rank == 0 else []
+        if mesh.rank == 0:
+            save_lock.lock_all({"--log": settings.log, "--save": settings.save})
     weights = weights_of(job, file, program)
     with mesh.together("making the engine"):
         engine = program.engine(
@@ -129,8 +128,6 @@ def run(job: Job) -> dict[str, Any]:
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
-    for lock in locks:
-        lock.release()
     if log is not None:
         (log / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
