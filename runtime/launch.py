@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardc.errors import ShardcError
@@ -169,10 +169,6 @@ def ignored_hangup(number: int) -> bool:
     return number == signal.SIGHUP and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-class _Interrupt(BaseException):
-    """The launcher got a signal to stop."""
-
-
 def launch(
     command: Sequence[str],
     mesh: Mesh,
@@ -195,17 +191,19 @@ def launch(
     env |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mesh.world)))
     ranks: list[subprocess.Popen[bytes]] = []
-
-    def stop(number: int, _: object) -> None:
-        raise _Interrupt(number)
+    stops: list[int] = []  # signals to stop that came
 
     def pass_on(number: int, _: object) -> None:
         for p in ranks:
             if p.poll() is None:
                 os.kill(p.pid, number)
 
+    def second_signal() -> bool:
+        live.show()
+        return len(stops) > 1
+
     heeded = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not ignored_hangup(s)]
-    before = {s: signal.signal(s, stop) for s in heeded}
+    before = {s: signal.signal(s, lambda number, _: stops.append(number)) for s in heeded}
     before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, pass_on)
     with tempfile.TemporaryDirectory(prefix="shardc-", dir=folder) as reports:
         env[_FOLDER] = reports
@@ -226,7 +224,10 @@ def launch(
                         preexec_fn=_die_with_parent,
                     )
                     ranks.append(p)
-            culprit = _watch(ranks, live)
+            culprit = _watch(ranks, live, stops)
+            if culprit is None and stops:
+                _signal(ranks, stops[0], patience, second_signal)
+                return 128 + stops[0]
             if culprit is None:
                 return 0
             live.show(rest=True)
@@ -235,28 +236,22 @@ def launch(
             killed = {"where": f"rank {culprit}", "what": "the process was killed", "fix": ""}
             record_errors(folder or Path(reports), [killed])
             return 2 if code == 2 else 1
-        except _Interrupt as e:
-            with contextlib.suppress(_Interrupt):
-                _signal(ranks, e.args[0], patience)
-            return 128 + int(e.args[0])
         finally:
-            for s in before:
-                signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not leave the ranks half ended
-            live.show(rest=True)
+            live.show(rest=True)  # not what ranks write because they are ended
             _signal(ranks, signal.SIGTERM, GRACE)
             _signal(ranks, signal.SIGKILL, 5.0)
             for s, handler in before.items():
                 signal.signal(s, handler)
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live) -> int | None:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live, stops: Sequence[int]) -> int | None:
     """Show lines until all ranks have ended, or one fails or is stopped (SIGSTOP, SIGTSTP); return that one.
 
-    Ranks that gave up because of a failure may end before the one that failed. Stopping all ranks together is intended:
-    it fails only while others run.
+    Return None if a signal comes: stops. Ranks that gave up because of a failure may end before the one that failed.
+    Stopping all ranks together is intended: it fails only while others run.
     """
     failed, since, deadline = list[int](), dict[int, float](), math.inf
-    while not all(p.poll() == 0 for p in ranks):
+    while not stops and not all(p.poll() == 0 for p in ranks):
         time.sleep(POLL)
         live.show()
         now = time.monotonic()
@@ -298,11 +293,13 @@ def _report(rank: int, code: int | None, mesh: Mesh, doing: str) -> None:
     print(f"{line}all ranks were ended", *[f"  fix: {fix}"] * bool(fix), sep="\n", file=sys.stderr, flush=True)
 
 
-def _signal(ranks: list[subprocess.Popen[bytes]], number: int, patience: float) -> None:
-    """Signal each rank and its processes, and wait until the ranks are gone, at most `patience` seconds."""
+def _signal(
+    ranks: list[subprocess.Popen[bytes]], number: int, patience: float, enough: Callable[[], bool] = lambda: False
+) -> None:
+    """Signal each rank and its processes; wait until they are gone, at most `patience` seconds or until `enough`."""
     for p in ranks:
         with contextlib.suppress(ProcessLookupError):  # its session is empty
             os.killpg(p.pid, number)
     deadline = time.monotonic() + patience
-    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline and not enough():
         time.sleep(POLL)
