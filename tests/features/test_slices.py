@@ -61,8 +61,8 @@ for feature, (folder, uses) in CASES.items():
     if os.waitpid(pid, 0)[1] == 0:
         print(feature, flush=True)
 """
-#: Compiles a small GPT, steps it on one device and on four ranks, and a compiled folder of it. Then each use raises, and
-#: nothing else has imported the feature.
+#: Compiles a small GPT, steps it on one device and on four ranks, and a compiled folder of it. Then each use raises,
+#: and nothing else has imported the feature.
 STEPS = """
 import shardc
 from shardc.runtime.mesh.loopback import loopback
