@@ -25,6 +25,7 @@ from shardc.artifact import model_source
 from shardc.call_arguments import checked
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
+from shardc.collector import uncollected
 from shardc.cost.measured.device_file import of_spec
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
@@ -40,7 +41,7 @@ from shardc.torch_private import quick_walks
 
 
 @checked("shardc.compile")
-@runner.uncollected()
+@uncollected()
 @quick_walks()
 def compile(
     model: nn.Module,

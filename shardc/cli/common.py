@@ -5,7 +5,6 @@ No command imports torch when its module is loaded, so that `shardc --help` is q
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -26,15 +25,13 @@ import typer
 from rich.console import Console
 
 from shardc.cli.options import Named
+from shardc.collector import collect_seldom
 from shardc.errors import ERROR, ShardcError
 
 if TYPE_CHECKING:
     from shardc.api import Program
 
-# Objects that a command imports and compiles live until it ends. Scanning them repeatedly would cost Python's collector
-# a tenth of the time of a short command. A rank that trains restores the default thresholds (ranks/job.py).
-COLLECT_EVERY = gc.get_threshold()
-gc.set_threshold(100_000, 50, 100)
+collect_seldom()  # a rank that trains restores the default (ranks/job.py)
 
 #: Errors, progress and notes go to stderr: stdout is for results.
 console = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.collector import uncollected
 from shardc.cost import host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.growth import Growth
@@ -28,7 +29,6 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.machine.work import Part, Sent, Waited
 from shardc.passes.joint.fused_regions import fuses, shares_memory
-from shardc.passes.runner import uncollected
 from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action, computed

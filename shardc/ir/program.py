@@ -165,8 +165,10 @@ class Program:
 
     def param(self, name: str) -> Param:
         """Return a parameter by placeholder name or by any of its FQNs. Raises UnknownParameterError."""
+        if name in self.params_by_name:
+            return self.params_by_name[name]
         for p in self.params:
-            if name in (p.name, p.fqn, *p.names):
+            if name == p.fqn or name in p.names:
                 return p
         raise UnknownParameterError.of(name, (n for p in self.params for n in p.names), f"program.param({name!r})")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 from shardc.api import Program, load
 from shardc.cli import model_file
-from shardc.cli.common import COLLECT_EVERY
 from shardc.cli.model_file import ModelFile
 from shardc.optional import registered
 from shardc.recompile import Resizer
@@ -87,15 +85,6 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
     named = Path(job.weights)
     partial = any(registered("runtime", "weights_of", program.features)) and not contains_checkpoint(named)
     return (file.weights, named) if partial else named
-
-
-def collect_as_usual() -> None:
-    """Restore the collector's default thresholds, and exclude existing objects from collection.
-
-    A model's objects may form reference cycles, which hold a step's memory until they are collected.
-    """
-    gc.freeze()
-    gc.set_threshold(*COLLECT_EVERY)
 
 
 def _record(file: Path) -> None:

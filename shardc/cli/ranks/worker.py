@@ -22,12 +22,13 @@ from shardc.api import load
 from shardc.cli.common import once, saved_in
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, training_data
-from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
+from shardc.cli.ranks.job import Job, joined, weights_of
 from shardc.cli.ranks.save_lock import SaveLock
 from shardc.cli.ranks.step_lines import StepLines, header
 from shardc.cli.ranks.training_data import Batches
 from shardc.cli.ranks.training_loop import Interrupted, Signals, Training, peak_memory
 from shardc.cli.ranks.user_frames import one_line, place, users_traceback
+from shardc.collector import collect_as_usual
 from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
 from shardc.ir.units import size
