@@ -252,7 +252,7 @@ def premises(program: Program, optimizer: str, *, clip_norm: float | None = None
     """
     numbers = Counter(p.dtype for p in program.params)
     stored = str(max(numbers, key=numbers.__getitem__, default="")).removeprefix("torch.")
-    computed = (program.spec.precision.compute if program.spec is not None else None) or stored
+    computed = program.spec.precision.compute or stored
     words = [f"in {computed}"] if computed else []
     if computed != stored:
         words.append(f"weights in {stored}")

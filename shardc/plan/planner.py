@@ -187,7 +187,7 @@ class Planner:
                 choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=block.sequence_parallel, checkpoint=keep)
                 choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
                 found.append(Spec.load(spec(choice, self.facts)))
-        return sorted(found, key=lambda s: -s.sequence_ranks)
+        return sorted(found, key=lambda s: -s.token_ranks)
 
     def _longest(self, one: Spec, rows: int, above: int = 0) -> dict[str, Any]:
         """Find the longest rows that a spec can take; an answer that is not longer than `above` is 0."""
@@ -195,7 +195,7 @@ class Planner:
             fault = "the inputs have no sequence dim in common"
             raise ShardcError(fault, where="--largest sequence", fix="use --largest batch")
         start = 2 * above or self.facts.sequence
-        zigzag = 2 * one.sequence_ranks if one.sequence else 1
+        zigzag = 2 * one.token_ranks if one.token_axes else 1
         unit = math.lcm(128 if start >= 128 else 1, one.mesh.world // one.data_ranks, zigzag)
 
         def needs(n: int) -> float:

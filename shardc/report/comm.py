@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from shardc.cost import Cost
-from shardc.ir.metadata import CommRecord
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.ir.units import seconds, size
 from shardc.layer_names import note_lines
 from shardc.report.aligned import aligned

@@ -47,17 +47,17 @@ def named(function: Callable[[Any], Any]) -> str:
 
 
 def row(op: Any, rule: Rule) -> RuleRow:
-    functions = [f for f in (rule.notation, rule.linear_of) if f is not None and not isinstance(f, str)]
+    functions = [f for f in (rule.notation, rule.linear) if not isinstance(f, str)]
     about = {named(f): " ".join((inspect.getdoc(f) or "").partition("\n\n")[0].split()) for f in functions}
-    where = rule.where
-    if not where:  # found by torch's tag
-        where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
+    # without a place it was found by torch's tag
+    where = rule.where or f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
     path = Path(where.rpartition(":")[0])
-    foreign = path.parent != Path(errors.__file__).parent / "rules"
-    linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
+    ours = path.parent == Path(errors.__file__).parent / "rules"
+    family = "pointwise" if not rule.where else path.stem if ours else "own"
+    linear = rule.linear if isinstance(rule.linear, str) else named(rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(full_op_name(op), text, linear, about, "own" if foreign else path.stem, extras, where)
+    return RuleRow(full_op_name(op), text, linear, about, family, extras, where)
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:

@@ -99,7 +99,7 @@ def _square(node: fx.Node, mesh: Mesh) -> Square:
         heads=(local_heads, heads),
         rows=q.shape[-2],
         keys=k.shape[-2],
-        band=CAUSAL if call.arg(5, "is_causal", False) else Band(*window) if window else ALL,
+        band=CAUSAL if call.arg("is_causal") else Band(*window) if window else ALL,
         masked=len(call.operands) > 3,
         over=over,
         method="ring" if ring else "keys of all ranks" if over else "heads split" if local_heads < heads else "whole",

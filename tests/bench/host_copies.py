@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
-from shardc.ir.offload import HOST_LINK  # noqa: E402
+from shardc.ir.metadata import HOST_LINK  # noqa: E402
 
 REGION = {"match": "h.*", "save": ["linear"]}
 HOST = REGION | {"offload": "cpu"}

@@ -18,7 +18,7 @@ import shardc
 from shardc.api import Program
 from shardc.cost.measured.device_file import device
 from shardc.ir.graph import copy_graph
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.seconds import Seconds

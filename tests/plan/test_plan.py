@@ -33,6 +33,7 @@ from shardc.plan.stage import NET, part_of
 from shardc.plan.table import zero
 from shardc.spec import Spec
 from tests import zoo
+from tests.once import once
 
 H100 = device("h100-80g")
 #: Collectives begin after half a millisecond.
@@ -123,7 +124,7 @@ def stacked() -> Planner:
     return planner(*stack())
 
 
-@functools.cache
+@once
 def blocks() -> Plan:
     """Of few ops: a plan on two devices."""
     model, batch = stack(2)
@@ -530,7 +531,7 @@ class Attends(nn.Module):
         return torch.nn.functional.cross_entropy(self.head(y.transpose(1, 2).flatten(2)).flatten(0, 1), ids.flatten())
 
 
-@functools.cache
+@once
 def long_rows() -> Plan:
     """Of one row of 131072 tokens on two devices, too long for one by what is reserved, not by live bytes."""
     with torch.device("meta"):

@@ -25,9 +25,9 @@ class SpecLines:
     """
 
     def __init__(self, program: Program) -> None:
-        self.spec: Spec | None = program.spec
+        self.spec: Spec = program.spec
         meta = program.meta.get("spec", {})
-        text = meta.get("text") or (str(self.spec) if self.spec is not None else "")
+        text = meta.get("text") or str(self.spec)
         self.file: str = meta.get("file", "")
         self.lines: list[str] = text.rstrip().splitlines()
         self._written = len(self.lines)
@@ -61,7 +61,7 @@ class SpecLines:
 
     def at(self, *path: str | int) -> list[int]:
         """Return the line of a key, or of the nearest key around it."""
-        place = self.spec.where(path) if self.spec is not None else ""
+        place = self.spec.where(path)
         if _OPTION.match(place):
             return [self._option(place)]
         around = (path[:n] for n in range(len(path), 0, -1))
@@ -73,15 +73,12 @@ class SpecLines:
 
     def of_param(self, p: Param) -> list[int]:
         """Return the lines that split a parameter: an entry with its name, `use`, experts, or the mesh's axes."""
-        spec = self.spec
-        if spec is None:
-            return []
-        return list(dict.fromkeys(line for axis, _ in p.layout.shards() for line in self._of_split(spec, p, axis)))
+        return list(dict.fromkeys(line for axis, _ in p.layout.shards() for line in self._of_split(p, axis)))
 
     def activations(self, modules: Iterable[str]) -> list[dict[str, Any]]:
         """Return the entries of `activations`, with the outermost modules that each names."""
         entries = []
-        for rule in self.spec.activations if self.spec is not None else ():
+        for rule in self.spec.activations:
             key = f"{rule.pattern}:in" if rule.at == "input" else rule.pattern
             named = [m for m in modules if match(rule.pattern, m)]
             outermost = [m for m in named if not any(m.startswith(f"{other}.") for other in named)]
@@ -90,17 +87,19 @@ class SpecLines:
             entries.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
         return entries
 
-    def _of_split(self, spec: Spec, p: Param, axis: str) -> list[int]:
+    def _of_split(self, p: Param, axis: str) -> list[int]:
         names, base = (p.fqn, *p.names), axis.partition("[")[0]  # tp[0], a part of an axis
-        for rule in spec.shard:
+        for rule in self.spec.shard:
             named = match if rule.dims is not None else names_weight
             if any(named(rule.pattern, name) for name in names):
                 return self.at("shard", rule.pattern)
         around = [module for name in names for module in enclosing(name)]
-        for i, entry in enumerate(spec.experts):
+        for i, entry in enumerate(self.spec.experts):
             if entry.axis == base and any(match(entry.match, module) for module in around):
                 return self.at("experts", i)
-        return self.at("shard", "use") if spec.shard_use and spec.shard_axis == base else self.of_axes((base,))
+        return (
+            self.at("shard", "use") if self.spec.shard_use and self.spec.shard_axis == base else self.of_axes((base,))
+        )
 
     def of_bucket(self, b: Bucket) -> list[int]:
         """Return the lines behind a bucket: ZeRO, and the axes over which the batch is split."""

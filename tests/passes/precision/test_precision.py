@@ -559,7 +559,7 @@ def test_artifact_keeps_precision(tmp_path: Path) -> None:
     again = shardc.load(tmp_path)
     assert again.text(full=True) == program.text(full=True)
     assert [b.dtype for b in again.buckets] == [torch.float16] * len(program.buckets)
-    assert again.loss_scale == "dynamic"
+    assert again.spec.precision.loss_scale == "dynamic"
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "resnet_bn"])
