@@ -22,6 +22,7 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "shardc.compile(model, batch, spec | {'freeze': {}})",
         ],
     ),
+    "sequence": ({}, ["shardc.compile(model, batch, spec | {'sequence': {'axis': 'cp'}})"]),
     "fp8": (
         {"precision": {"products": "mxfp8"}},
         ["shardc.compile(model, batch, spec | {'precision': {'products': 'mxfp8'}})"],

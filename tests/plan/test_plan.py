@@ -27,6 +27,7 @@ from shardc.plan.planner import Planner
 from shardc.plan.price import price
 from shardc.plan.questions import ALIGNED, Largest
 from shardc.plan.rank import Rough, Table, priced
+from shardc.plan.runs import Runs
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.stage import NET, part_of
 from shardc.plan.table import zero
@@ -101,14 +102,13 @@ def stack(layers: int = 6) -> tuple[nn.Module, Any]:
 
 
 def planner(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Planner:
-    return Planner(Subject(model, batch, more.get("loss")), on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+    runs = Runs(Subject(model, batch, more.get("loss")), on.kind == "cpu")
+    return Planner(runs, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
 
 
 def elsewhere(q: Planner, on: Device, headroom: float = 0.0) -> Planner:
     """The same model on another device, from the same dry runs."""
-    other = Planner(q.subject, on, "bfloat16", headroom, "it", lambda what, done, of: None)
-    other.__dict__["runs"] = q.runs
-    return other
+    return Planner(q.runs, on, "bfloat16", headroom, "it", lambda what, done, of: None)
 
 
 def first_price(q: Planner, c: Choice) -> Rough:

@@ -340,7 +340,7 @@ def test_regions_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     program.save(tmp_path / "out")
     file = tmp_path / "out" / "stage0.py"
     file.write_text(file.read_text().replace('region "h.0"', text, 1))
-    with pytest.raises(shardc.ShardcError, match=r"cannot read the (region|collective)"):
+    with pytest.raises(shardc.ShardcError, match="cannot read '"):
         shardc.load(tmp_path / "out", trust=True)
 
 

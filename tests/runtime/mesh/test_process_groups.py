@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
-from shardc.runtime.mesh import TorchMesh, inherited, local_device
+from shardc.runtime.mesh import TorchMesh, local_device, presence
 from shardc.runtime.mesh.local_device import local_device as device_of_this_process
 from shardc.runtime.mesh.local_device import share_no_gpu
 from tests import warm
@@ -181,7 +181,7 @@ def test_two_processes_on_one_gpu_are_refused(machine: Machine) -> None:
 
 
 def test_a_process_that_is_forked_does_not_keep_connections_open() -> None:
-    with inherited.not_inherited():
+    with presence.not_inherited():
         ours, peer = socket.socketpair()
     done, wait = multiprocessing.Pipe()
     forked = multiprocessing.get_context("fork").Process(target=wait.recv)
