@@ -61,7 +61,7 @@ def use_bands(spec: Spec, program: Program) -> None:
     for node in program.graph.nodes:
         facts[node] = _fact_of(node, facts) if node.op == "call_function" else None
         if node.target in OPS:
-            _use_band(program.graph, node, facts, causal_only=spec.sequence_ranks == 1)
+            _use_band(program.graph, node, facts, causal_only=spec.token_ranks == 1)
     for node in reversed(list(program.graph.nodes)):
         if node in facts and isinstance(facts[node], _Fact) and not node.users:
             program.graph.erase_node(node)

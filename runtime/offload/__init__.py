@@ -2,7 +2,7 @@
 
     optimizer     the optimizer's state, and at zero 1-2 the master copy of parameters that are computed in another
                   dtype. The optimizer steps page by page (shardc.runtime.zero.offloaded_optimizer)
-    parameters    at zero 3, this rank's parts of the parameters; they are read ahead of every gather
+    parameters    at zero 3, this rank's parts of the parameters; they are read ahead of gathers, but for a step's first
 
     storage       the places: the machine's memory, files of a directory
     copies        copies between the device and a place, in the background
@@ -27,6 +27,9 @@ from shardc.runtime.offload.storage import Files, Memory, Place
 if TYPE_CHECKING:
     from shardc.spec.data_section import Data
 
+#: How many homes a gather may still read: one now, one ahead.
+HELD = 2
+
 _Read = tuple[Home, str]  # (what is read, for which direction)
 
 
@@ -34,8 +37,7 @@ class Offload:
     """The places of one rank outside of its device, as the spec's `data` names them.
 
     .homes: where each offloaded parameter of the optimizer is kept. At rest such a parameter's data is its home; on a
-    GPU it
-    is a placeholder without memory, so that gradients on the device match it.
+    GPU it is a placeholder without memory, so that gradients on the device match it.
     """
 
     def __init__(self, section: Data, mesh: Any) -> None:
@@ -120,7 +122,7 @@ class Offload:
         self._last, self._coming = key, None
         (tensor,) = self.mover.taken(coming)
         self._read.append(home)
-        if len(self._read) > 2:  # earlier gathers have ended, or read it again
+        if len(self._read) > HELD:  # earlier gathers have ended, or read it again
             self._read.pop(0).slot.release()
         if key in self._after:
             following, as_dtype = self._after[key]

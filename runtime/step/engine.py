@@ -358,8 +358,9 @@ class Engine:
         length compiles for it. Raises ShardcError for a model that is not causal.
         """
         ends = tuple(stop) if stop is not None else None
-        make = needed("generation", "runtime", "Options")
-        options = make(max_new_tokens, temperature, top_k, top_p, ends, seed)
+        options = needed("generation", "runtime", "Options")(
+            tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=ends, seed=seed
+        )
         self._optimizer_half.check_consistent()
         return self._evaluation.generate(prompts, options)
 

@@ -292,11 +292,6 @@ class Buckets:
         bucket = self._bucket_of[name]
         return bucket.params[name].detach() if name in bucket.params else None
 
-    def mark_gathered(self) -> None:
-        """Note that parts and whole parameters hold new values on all ranks: nothing has to be gathered."""
-        for b in self._all:
-            b.mark_gathered()
-
     def wholes(self) -> Mapping[str, Tensor]:
         """Return {name: local part uncut by ZeRO, as stored, detached}.
 

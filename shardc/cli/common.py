@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
 import time
@@ -91,32 +90,25 @@ def _end(error: ShardcError, show: Show) -> NoReturn:
 def once(text: str, report: Callable[[], None]) -> None:
     """Call `report`, which prints an error, unless another rank of torchrun or Slurm has printed the same text.
 
-    A rank that cannot reach the others prints it, too. The one that holds their store waits for them.
+    A rank that is not connected to the others prints it, too. The one that holds their store waits for them.
     """
-    store, rank, first, world = None, 0, True, int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        from shardc.runtime.mesh.failed_rank import within
-        from shardc.runtime.mesh.presence import world_store
+    store: Any = None
+    rank, world, first = 0, 1, True
+    if "RANK" in os.environ:  # else nothing need be imported
+        from shardc.runtime.mesh.presence import joined
+        from shardc.runtime.mesh.watch import within
 
-        with suppress(RuntimeError, OSError):  # from the store: it went with the process that held it
-            if os.environ["RANK"] == "0" or within(LATE, _store_is_there):
-                store, rank, _ = world_store(timedelta(seconds=LATE))
-                first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
+        store, rank, world = joined()
+    with suppress(RuntimeError):  # the store went with the process that held it
+        if store is not None:
+            store.set_timeout(timedelta(seconds=LATE))
+            first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
     if first:
         report()
-    if store is not None:
-        with suppress(RuntimeError):  # the store went with the process that held it
-            ended = store.add("ended", 1)
-            if rank == 0 and ended < world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                within(LATE, lambda: store.add("ended", 0) >= world)
-
-
-def _store_is_there() -> bool:
-    """Return whether the store of the ranks can be reached. Where it cannot, torch writes 30 lines of frames."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with suppress(OSError), socket.create_connection(place, timeout=1):
-        return True
-    return False
+    with suppress(RuntimeError):
+        ended = store.add("ended", 1) if store is not None else world
+        if rank == 0 and ended < world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            within(LATE, lambda: store.add("ended", 0) >= world)
 
 
 def print_error(text: str) -> None:
@@ -319,16 +311,6 @@ def model_of(facts: Mapping[str, Any]) -> str:
     ref = str(facts.get("model_ref") or "")
     file = model_file.path_of(ref) or ref.rpartition(":")[2]
     return ref if os.path.isabs(file) else ""
-
-
-def print_model_file(folder: str, ref: str, writes: Mapping[str, str]) -> None:
-    """Print which model file a compiled folder imports, and where its spec writes. writes: {what: folder}."""
-    from shardc.cli import model_file
-
-    if file := model_file.path_of(ref):
-        console.print(f"importing {file}, which {folder} names; --model FILE imports another", markup=False)
-    for fault, place in writes.items():
-        console.print(f"{fault}: {place}, as the spec in {folder} says", markup=False)
 
 
 def _mesh_sizes(options: list[str]) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import sys
@@ -86,7 +85,8 @@ def command(
             where = f"the checkpoint in {again}" if again else "the beginning"
             print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
             load = job.load | {"new_data": new_data and not own}  # its own has the data position
-            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again, load=load)
+            more = {"resume": str(again or ""), "overwrite": overwrite and not again, "load": load}
+            job = job.model_copy(update=more)
             summary = all_ranks.start(job)
         if summary is None and all_ranks.status == 0 and not all_ranks.joined:
             fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"

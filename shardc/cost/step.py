@@ -21,7 +21,7 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
-from shardc.machine.clock import Clock, Flight
+from shardc.machine.clock import Clock
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
 from shardc.runtime import schedule as schedules
@@ -107,10 +107,6 @@ class Cost:
     def exposed(self) -> Mapping[str, float]:
         """{axes: seconds of waiting for collectives over them}, of the rank that waits longest."""
         return max(self.ranks, key=lambda r: r.waited).exposed
-
-    def spans(self) -> list[list[Flight]]:
-        """Return when each collective runs, behind what, and how long it is waited for; per rank of `ranks`."""
-        return [streams.spans for streams in self.streams]
 
     @cached_property
     def streams(self) -> list[Streams]:

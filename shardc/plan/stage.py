@@ -42,7 +42,7 @@ Stage = dict[Key, Vector]
 def roles(spec: Spec) -> dict[str, str]:
     """Return the role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
-    sequence = dict.fromkeys(spec.sequence.axis if spec.sequence else (), "cp")
+    sequence = dict.fromkeys(spec.token_axes, "cp")
     of = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), **sequence, stages: "pp"}
     return {a: of.get(a, "tp") for a in spec.mesh.names}
 

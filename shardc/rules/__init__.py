@@ -3,7 +3,7 @@
 Importing this package registers all of them, also those of optional features. core: what rules are made of.
 
 Rules, one file per family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention,
-experts, recurrent, random, fourier, softmax, loss. attention_methods: what `sequence: {method: ...}` allows.
+experts, recurrent, random, fourier, softmax, loss.
 """
 
 from importlib import import_module

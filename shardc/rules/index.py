@@ -17,6 +17,7 @@ from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.shared_signatures import all_whole, names_of, whole_names
 from shardc.rules.core.strategy import Strategy, splits_of
+from shardc.rules.pointwise import first_only
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -216,6 +217,7 @@ def searchsorted(call: Call) -> Signature:
 
 
 rule(aten.searchsorted.Tensor, searchsorted)
+rule(aten.bucketize.Tensor, first_only)
 
 
 def one_hot(call: Call) -> Signature:

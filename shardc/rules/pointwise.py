@@ -52,7 +52,7 @@ rule(aten.masked_fill.Tensor, broadcast, linear="0 2")
 
 
 def first_only(call: Call) -> Signature:
-    """Split dims of the first operand elementwise; keep the others whole (type_as, bucketize)."""
+    """Split dims of the first operand elementwise; keep the others whole (type_as, fake_quantize)."""
     names = names_of(len(call.results[0].shape))
     return call.fit([names, *(whole_names(v, f"x{j}_") for j, v in enumerate(call.operands) if j)], [names])
 
@@ -96,7 +96,6 @@ for _op in (aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per
     rule(_op, first_only)
 rule(aten.fake_quantize_per_channel_affine.default, per_channel)
 rule(aten.type_as.default, first_only, linear=to_float)
-rule(aten.bucketize.Tensor, first_only)
 
 rule(torch.ops.shardc.with_gradient_of.default, broadcast, linear="0 1")
 

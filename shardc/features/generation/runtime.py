@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.features.generation.program import AT, ENCODER, IDS, LOGITS, MASK, PLACE, Begins, Sizes, State
-from shardc.features.generation.prompts import Options, Prompts
-from shardc.features.generation.sampling import Sampler
+from shardc.features.generation.prompts import Prompts
+from shardc.features.generation.sampling import Options, Sampler
 from shardc.ir.outputs import Output
 from shardc.ir.program import Program, Resize
 from shardc.ir.stored import Input

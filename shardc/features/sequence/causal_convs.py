@@ -4,7 +4,7 @@
     after    ops.conv1d(x, w, b, 3, 1, 64)                     f32[8, 64, 16]: three places before each token are read
 
 Models write a causal convolution with zeros on both ends, and cut off the results beyond the end, or they add zeros in
-front. The sizes in between do not divide like the sequence. The pass only changes ops if a sequence is split.
+front. The sizes in between do not divide like the sequence.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import value_of
-from shardc.ir.program import Program
 from shardc.rules.core.op_call import call_of
 from shardc.runtime import ops
-from shardc.spec import Spec
 
 aten = torch.ops.aten
 
 
-def use_conv1d(spec: Spec, program: Program) -> None:
-    """Replace convolutions that keep the number of tokens by `ops.conv1d`, if a sequence is split."""
-    if spec.sequence_ranks == 1:
-        return
-    for node in list(program.graph.nodes):
-        if node.target is aten.conv1d.default:
-            _replace(program.graph, node)
+def use_conv1d(graph: fx.Graph) -> None:
+    """Replace convolutions that keep the number of tokens by `ops.conv1d`."""
+    for node in graph.find_nodes(op="call_function", target=aten.conv1d.default):
+        _replace(graph, node)
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:
