@@ -34,7 +34,7 @@ from shardc.runtime.mesh.presence import not_inherited
 from shardc.runtime.mesh.watch import RankFailedError, Watch, cut_off
 from shardc.torch_private import count_groups_from, default_store, let_workers_end, process_groups
 
-# torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
+# torch 2.13 renamed these two; the old names warn there, and torch 2.11 has no new ones
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -47,7 +47,7 @@ class Interpreter:
         self.at = mesh.coordinate(self.pipeline_axis) if self.pipeline_axis else 0
         self.actions = self.schedule.actions[self.at]
         stages = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
-        compiler = Compiler(strict=program.spec is not None and program.spec.strict) if self.compiles else None
+        compiler = Compiler(strict=program.spec.strict) if self.compiles else None
         copies = offloaded(mesh.device)
         with WRITING, uncollected():
             self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, mark) for s in stages}

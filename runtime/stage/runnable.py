@@ -114,7 +114,7 @@ class RunnableStage:
 
 def only_stage(program: Program, mesh: Any) -> RunnableStage:
     """Return the stage of a program that has one, for a mesh's device."""
-    compiler = Compiler(strict=program.spec is not None and program.spec.strict)
+    compiler = Compiler(strict=program.spec.strict)
     with WRITING:
         return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device), compiler)
 

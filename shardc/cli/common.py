@@ -270,9 +270,9 @@ def _check_source(folder: str, program: Program, model: str | None, *, refuse: b
     from shardc.artifact import model_source
     from shardc.cli import model_file
 
-    fault, sure = model_source.stale(program.meta, model_file.source_of(model) if model else None)
-    if fault and sure and refuse:
-        file = Path(model_file.source_of(model) if model else program.meta["source_main"])
+    fault = model_source.stale(program.meta, model_file.source_of(model) if model else None)
+    if fault and refuse:
+        file = Path(model_file.source_of(model) if model else program.meta["source"]["main"])
         again = f"shardc compile {file.name} SPEC -o {folder}"
         fix = f"compile it again ({again}), or, to train it as it is, add --as-compiled"
         raise ShardcError(fault, where=folder, fix=fix)
@@ -286,13 +286,13 @@ def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
     Then the Python file that registers the op is imported, and a note on stderr says so.
     """
     from shardc.api import load
-    from shardc.artifact import parser, read_facts
+    from shardc.artifact import parser
     from shardc.cli import model_file
 
     try:
         return load(folder, trust=trust, as_compiled=True)
     except parser.MissingOpError as e:
-        file = model_file.path_of(model or model_of(read_facts(folder, trust=trust)))
+        file = model_file.path_of(model or model_of(e.meta))
         if not file or not Path(file).is_file():
             lost = f"; the file that the program was compiled from, {file}, does not exist" if file else ""
             raise ShardcError(f"{e.what}{lost}", where=e.where, fix=e.fix) from None

@@ -44,7 +44,6 @@ def command(
     **settings: Any,
 ) -> None:
     """Train: start one process for each rank on this machine, or join the world of torchrun or Slurm."""
-    from shardc.spec import Run
 
     resume = resume.expanduser() if resume else None
     options = given(settings)
@@ -54,7 +53,7 @@ def command(
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(options)
         program = all_ranks.program(as_compiled=as_compiled)
-        run = _settings(program.spec.run if program.spec is not None else Run(), **options)
+        run = _settings(program.spec.run, **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and not run.auto_resume:
             _check_resumed(resume, "--new-schedule", "has the model file's schedule")
@@ -69,7 +68,7 @@ def command(
         _check(program, named.model, resume)
         _check_folders(save, log, resume, overwrite=overwrite)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
-        writes |= {f"offload: {n}": x for n, x in program.offload.used.items() if x != "cpu"}
+        writes |= {f"offload: {n}": x for n, x in program.spec.data.offload.used.items() if x != "cpu"}
         job = all_ranks.job(
             run,
             writes,

@@ -174,7 +174,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
 
     def make_optimizer(params: NamedParameters) -> Any:
         optimizer = make(params)
-        if not program.offload.used:
+        if not program.spec.data.offload.used:
             prefer_fused(as_one(optimizer))
         for group in as_one(optimizer).param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):

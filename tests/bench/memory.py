@@ -58,13 +58,6 @@ LAYERS = {
     "t5": "{encoder,decoder}.block.*",
     "resnet": "blocks.*",
 }
-NESTED = {
-    "gpt": "h.*",
-    "llama": "model.layers.*",
-    "bert": "*.encoder.layer.*.attention",
-    "t5": "decoder.block.*",
-    "resnet": "blocks.*",
-}
 EXPERTS = {"moe": "moe", "mixtral": "*.mlp.experts"}
 Setting = tuple[str, dict[str, Any], dict[str, Any]]  # its name, the spec, options of Engine
 

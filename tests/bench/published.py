@@ -30,6 +30,7 @@ from torch import nn
 import shardc
 from shardc.cost import Device, device
 from shardc.plan import Candidate
+from tests.bench import shapes
 from tests.bench.plan_large import DEEPSEEK, MODELS
 from tests.gpt3 import gpt3
 
@@ -219,25 +220,16 @@ FLOAT8: dict[str, Any] = {
     "compute": "bfloat16",
     "products": {"recipe": "fp8-tensorwise", "match": ["*", "!lm_head"]},
 }
-COMMON: dict[str, Any] = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
-COMMON |= {"max_position_embeddings": 131072, "tie_word_embeddings": False}
-SIZES = {
-    "8B": (32, 4096, 32, 14336),
-    "70B": (80, 8192, 64, 28672),
-    "405B": (126, 16384, 128, 53248),
-}
 
 
 def llama(size: str) -> dict[str, Any]:
-    layers, hidden, heads, wide = SIZES[size]
-    own = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide}
-    return COMMON | own
+    return shapes.llama(size, model_type="llama", rope_theta=500000.0, max_position_embeddings=131072)
 
 
 def model_flops(size: str, sequence: int) -> float:
     """Of a token, forward and backward: 6 N + 12 L h s (Chowdhery et al. 2022, appendix B), attention's whole square."""
-    layers, hidden, heads, wide = SIZES[size]
-    weights = layers * (2 * hidden**2 * (1 + 8 / heads) + 3 * hidden * wide) + hidden * COMMON["vocab_size"]
+    layers, hidden, heads, wide = shapes.SIZES[size]
+    weights = layers * (2 * hidden**2 * (1 + 8 / heads) + 3 * hidden * wide) + hidden * shapes.VOCAB
     return 6 * weights + 12 * layers * hidden * sequence
 
 
