@@ -13,8 +13,7 @@ from torch import Tensor
 from shardc import torch_modes
 from shardc.call_arguments import checked
 from shardc.errors import ShardcError
-from shardc.ir.metadata import CommRecord
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.ir.units import plural
