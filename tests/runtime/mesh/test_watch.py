@@ -119,6 +119,7 @@ def test_what_is_known_of_a_process() -> None:
 
 def test_a_rank_that_is_stopped_before_it_registers_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setenv("MASTER_PORT", "29501")
     with subprocess.Popen(["sleep", "60"], env={**os.environ, "RANK": "1"}) as other, ExitStack() as stack:
         stack.callback(other.kill)
         mine = Processes(dist.HashStore(), 0, 2)
@@ -126,6 +127,8 @@ def test_a_rank_that_is_stopped_before_it_registers_is_known(monkeypatch: pytest
         other.send_signal(signal.SIGSTOP)
         os.waitpid(other.pid, os.WUNTRACED)
         assert mine.stopped() == {1: other.pid}
+        monkeypatch.setenv("MASTER_PORT", "29502")
+        assert mine.stopped() == {}, "of another world"
 
 
 def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
