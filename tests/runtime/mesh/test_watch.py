@@ -20,7 +20,7 @@ from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import KILLED, Processes
-from shardc.runtime.mesh.watch import SILENT, Watch, verdict
+from shardc.runtime.mesh.watch import SILENT, Watch, verdict, within
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 
@@ -242,9 +242,7 @@ def test_two_ranks_ask_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [met(store, r, mesh, heard) for r in range(2)]
     for r, watch in enumerate(ranks):
         watch._thread.name = str(r)
-    deadline = time.monotonic() + 30
-    while not heard and time.monotonic() < deadline:
-        time.sleep(0.05)
+    within(30, lambda: bool(heard))
     for watch in ranks:
         watch.stop()
     assert heard[0].startswith(
