@@ -224,7 +224,7 @@ def launch(
                         preexec_fn=_die_with_parent,
                     )
                     ranks.append(p)
-            culprit = _first_failed(ranks, live, stops)
+            culprit = _watch(ranks, live, stops)
             if culprit is None and stops:
                 _signal(ranks, stops[0], patience, second_signal)
                 return 128 + stops[0]
@@ -244,7 +244,7 @@ def launch(
                 signal.signal(s, handler)
 
 
-def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], live: _Live, stops: Sequence[int]) -> int | None:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live, stops: Sequence[int]) -> int | None:
     """Show lines until all ranks have ended, or one fails or is stopped (SIGSTOP, SIGTSTP); return that one.
 
     Return None if a signal comes: stops. Ranks that gave up because of a failure may end before the one that failed.
