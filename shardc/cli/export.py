@@ -62,12 +62,12 @@ def command(
         fix = "name the model file of the training"
         check_tensors(errors := Errors(), wanted, present, present, str(checkpoint), fix)
         errors.raise_any()
-        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
+        names = [n for n in state if n not in ties]
+        if program is not None:
+            names += [n for p in program.params if p.added for n in p.names]
+        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in names}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype) if dtype is not None else None
-        if program is not None:
-            added = (n for p in program.params if p.added for n in p.names)
-            tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in added}
         layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, program, merge=merge)
 
         def held(name: str) -> Iterator[tuple[Any, Any, torch.Tensor]]:
@@ -79,11 +79,9 @@ def command(
         def gathered(name: str) -> torch.Tensor:
             return stored[name].tensor()
 
-        def run(mesh: Any) -> None:
-            for layout in layouts:
-                write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES)
-
-        loopback(Mesh.of({"dp": 1}), run)
+        (mesh,) = loopback(Mesh.of({"dp": 1}), lambda mesh: mesh)
+        for layout in layouts:
+            write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
 
 
