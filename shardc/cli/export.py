@@ -26,7 +26,7 @@ def command(
     ] = None,
     spec: Annotated[Path | None, option("spec.yaml, if it puts adapters beside the model's weights")] = None,
     merge: Annotated[bool, option("write the whole model, with adapters merged into their weights")] = False,
-    max_file_gb: Annotated[float | None, option("maximum size of a file in GB (5)", min=0.001)] = None,
+    max_file_gb: Annotated[float | None, option("maximum size of a file in GB; default: 5", min=0.001)] = None,
     overwrite: Annotated[bool, option("replace weights in OUT that shardc did not write")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -38,11 +38,10 @@ def command(
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
         from shardc.runtime.state.boxes import cuts
-        from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
+        from shardc.runtime.state.export import MAX_FILE_BYTES, foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.fitting import check_tensors
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
-        from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import checkpoint_in, open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
