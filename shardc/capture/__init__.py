@@ -35,7 +35,7 @@ from shardc.capture.export import export
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, check_loss, values_of_batch
 from shardc.capture.loss import default_loss as default_loss
-from shardc.capture.masked_rows.rows import DrawnError, add_reason
+from shardc.capture.masked_rows.all_rows import DrawnError, add_reason
 from shardc.capture.rewrite import flex_attention
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord

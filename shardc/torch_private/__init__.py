@@ -73,10 +73,12 @@ from shardc.torch_private.replacements import (
 )
 from shardc.torch_private.traced_graphs import (
     call_modes,
+    expression,
     functionalized,
     is_transform,
     module_calls,
     silent,
+    size_in,
     traced_call,
     traced_constant,
     traced_functional,
@@ -111,6 +113,7 @@ __all__ = [
     "decompositions",
     "default_store",
     "engine_executes",
+    "expression",
     "fake_device",
     "fake_mode",
     "fake_mode_of",
@@ -143,6 +146,7 @@ __all__ = [
     "replaced_packing",
     "replaced_trunc_normal",
     "silent",
+    "size_in",
     "stands_for_gpu",
     "step_hooks",
     "traced_call",

@@ -33,6 +33,19 @@ def traced_node(x: Tensor) -> fx.Node | None:
     return slot.proxy.node if slot is not None else None
 
 
+def size_in(x: Tensor, *, positive: bool = True) -> torch.SymInt:
+    """Return the number in a traced integer tensor, as a symbol. positive: torch assumes 2 at least where it asks."""
+    number: torch.SymInt = torch.ops.aten.item.default(x)
+    if positive:
+        torch._check(number >= 2)  # type: ignore[no-untyped-call]
+    return number
+
+
+def expression(number: Any) -> Any:
+    """Return sympy's expression of a number or comparison that is not known, while a model is traced."""
+    return number.node.expr if isinstance(number, torch.SymInt | torch.SymBool) else number
+
+
 class _Made(_SingleLevelFunction):
     """Makes tensors that require gradients, like results of an op: none of them is a leaf."""
 

@@ -31,12 +31,15 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from shardc import errors
+from shardc.capture.masked_rows.all_rows import node_of
 from shardc.capture.rewrite.functional_twins import mutates
 from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
+from shardc.torch_private import expression
 
 _OURS = f"{Path(errors.__file__).parent}/"
 
@@ -44,7 +47,7 @@ _OURS = f"{Path(errors.__file__).parent}/"
 def caller() -> FrameType:
     """Return the frame, of the model or of torch, that reads a value."""
     frame: Any = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_code.co_filename.startswith(_OURS) or frame.f_code.co_filename == torch.__file__:  # SymInt's __bool__
         frame = frame.f_back
     return frame  # type: ignore[no-any-return]
 
@@ -83,11 +86,16 @@ class Guard:
 
 
 class Guards:
-    """The guards of one trace. written: {id of the result of a write: (result, its value without rows)}."""
+    """The guards of one trace.
+
+    written: {id of the result of a write: (result, its value without rows)}. read: {symbol: the tensor in which Python
+    read the number}.
+    """
 
     def __init__(self) -> None:
         self.open: dict[tuple[int, ...], Guard] = {}
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        self.read: dict[Any, Tensor] = {}
         self.draws = Draws()
 
     def take(
@@ -151,15 +159,23 @@ class Guards:
         """Return whether a name's value is the old one wherever a branch's condition is false."""
         while isinstance(new, Tensor) and new is not old and id(new) in self.written:
             new = self.written[id(new)][1]
-        nodes = [x.node for x in (new, old) if isinstance(getattr(x, "node", None), fx.Node)]  # of Counts
-        if new is old or not (isinstance(new, int) and isinstance(old, int)):  # as which Counts count
+        if new is old or not all(isinstance(x, int | torch.SymInt) for x in (new, old)):
             return new is old
+        difference = expression(new) - expression(old)
+        if isinstance(difference, int) or difference.is_number:
+            return bool(difference == 0)
+        nodes, value = self.evaluated(difference)
+        return self._implied(guard, nodes, lambda known: bool(value(known) == 0))
 
-        def equal(known: list[Any]) -> bool:
-            a, b = (int(known[nodes.index(x.node)]) if hasattr(x, "node") else x for x in (new, old))
-            return bool(a == b)
+    def evaluated(self, number: Any) -> tuple[list[fx.Node], Callable[[Sequence[Any]], Any]]:
+        """Return the nodes of the numbers in an expression, and a function that returns its value from theirs."""
+        symbols = sorted(number.free_symbols, key=str)
+        nodes = [node_of(self.read[s]) for s in symbols]
+        return nodes, lambda known: number.subs([(s, int(n)) for s, n in zip(symbols, known, strict=True)])
 
-        return self._implied(guard, nodes, equal) if nodes else bool(new == old)
+    def always(self, nodes: Sequence[fx.Node], holds: Callable[[list[Any]], bool]) -> bool:
+        """Return whether something is true of the values of nodes, whatever the choices are."""
+        return untraced(self.draws.implied, nodes, lambda known: False, nodes, holds)
 
     def _implied(self, guard: Guard, nodes: Sequence[fx.Node], quiet: Callable[[list[Any]], bool]) -> bool:
         return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet, guard.tried)
