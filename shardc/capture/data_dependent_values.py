@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from shardc.capture.constants import constant_ends, constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
-from shardc.capture.masked_rows.branches import harmless
+from shardc.capture.masked_rows.branches import caller, harmless
 from shardc.capture.masked_rows.trace import SelectedRows
 from shardc.capture.refusals import BRANCH
 from shardc.ir import source
@@ -134,9 +134,7 @@ def _comparing(chosen: SelectedRows) -> Callable[[Any], bool]:
     original = torch.SymBool.__bool__
 
     def method(self: torch.SymBool) -> bool:
-        frame: Any = sys._getframe(1)
-        frame = frame.f_back if frame.f_code.co_filename == torch.__file__ else frame  # SymInt's __bool__
-        some = chosen.compared(self) if source.is_models(frame.f_code.co_filename) else None
+        some = chosen.compared(self) if source.is_models(caller().f_code.co_filename) else None
         return original(self) if some is None else some
 
     return method

@@ -65,7 +65,7 @@ class _Writer:
         self.sums = {
             steps[-1].node: (tuple(s.mask for s in steps), tuple(s.value for s in steps))
             for steps in loops
-            if steps[0].before is None and all(s.adds for s in steps)
+            if _empty(steps[0].before) and all(s.adds for s in steps)
         }
         for steps in reversed(loops):
             last = steps[-1].node
@@ -103,9 +103,8 @@ class _Writer:
         result = emit.reshape(emit.typed(typed, torch.ops.shardc.experts.default, *args), shape(last))
         if typed.dtype != value_of(last).dtype:
             result = emit(aten._to_copy.default, result, dtype=value_of(last).dtype)
-        base, zeros = first.before, ("zeros", "zeros_like", "new_zeros")
-        start = bare(base, rows=True)
-        if start is None or (start.op == "call_function" and op_name(start.target) in zeros):
+        base = first.before
+        if _empty(base):
             return result
         if first.adds:
             return emit(aten.add.Tensor, base, result)
@@ -287,6 +286,13 @@ def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
         if torch.equal(places.reshape(-1)[order.reshape(-1)], torch.arange(order.numel())):
             return origin
     return None
+
+
+def _empty(before: fx.Node | None) -> bool:
+    """Return whether steps write to nothing, or to zeros."""
+    start = bare(before, rows=True)
+    zeros = ("zeros", "zeros_like", "new_zeros")
+    return start is None or (start.op == "call_function" and op_name(start.target) in zeros)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

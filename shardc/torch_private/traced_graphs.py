@@ -33,12 +33,14 @@ def traced_node(x: Tensor) -> fx.Node | None:
     return slot.proxy.node if slot is not None else None
 
 
-def size_in(x: Tensor, *, positive: bool = True) -> torch.SymInt:
-    """Return the number in a traced integer tensor, as a symbol. positive: torch assumes 2 at least where it asks."""
-    number: torch.SymInt = torch.ops.aten.item.default(x)
-    if positive:
-        torch._check(number >= 2)  # type: ignore[no-untyped-call]
-    return number
+def symbol_in(x: Tensor) -> torch.SymInt:
+    """Return the number in a traced integer tensor, as a symbol."""
+    return torch.ops.aten.item.default(x)  # type: ignore[no-any-return]
+
+
+def generic(number: torch.SymInt) -> None:
+    """Let torch assume that a symbol is neither 0 nor 1, wherever it has to know."""
+    torch._check(number >= 2)  # type: ignore[no-untyped-call]
 
 
 def expression(number: Any) -> Any:

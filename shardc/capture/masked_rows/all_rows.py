@@ -135,6 +135,9 @@ class _AllRows:
         return Unfit(fault, source.of_node(self.node))
 
     def _mark(self, mask: fx.Node, dim: int, val: Any) -> None:
+        first = val if isinstance(val, Tensor) else val[0]
+        if first.shape[dim] != mask.meta["val"].shape[0]:
+            raise self._unfit(f"{self.node.target} mixes them")
         self.masks[self.node], self.dims[self.node], self.node.meta["val"] = mask, dim, val
 
     def _call(self) -> None:
@@ -160,7 +163,7 @@ class _AllRows:
                 return self._mark(self.joined[joined], 0, self._value())
         if others:
             raise self._unfit("they are combined with other rows")
-        if self._ends(name, rows, mask):
+        if self._ends(name, rows, mask) or (name in _MAKERS and not dims):
             return None
         if len(dims) != 1:
             raise self._unfit(f"{node.target} mixes them")
@@ -209,7 +212,11 @@ class _AllRows:
         elif name in ("index_add", "index_add_", "scatter_add", "scatter_add_"):
             if args[0] in rows or args[3] not in rows:
                 raise self._unfit("they are written to other rows")
-            node.update_arg(3, self._chosen(args[3]))  # type: ignore[arg-type]
+            chosen = self._chosen(args[3])  # type: ignore[arg-type]
+            if name.startswith("index_add") and args[1] == 0 and not node.kwargs and _in_order([args[2]], args[0], mask):
+                self._replace(self._emit(aten.add_.Tensor if mutates(node) else aten.add.Tensor, args[0], chosen))
+            else:
+                node.update_arg(3, chosen)
         elif name in ("sum", "mean"):
             a = Args(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
             ndim, dim = rows[0].meta["val"].dim(), a.get("dim")
@@ -263,12 +270,7 @@ class _AllRows:
                 raise self._unfit("their places are filled with a tensor of fixed size")
         elif self.dims[written]:
             raise self._unfit("they are written to other rows")
-        at = [value_of_all(i) for i in places]
-        straight = all(
-            i is not None and torch.equal(i, torch.arange(len(i)) // math.prod(grid[d + 1 :]) % n)
-            for d, (n, i) in enumerate(zip(grid, at, strict=True))
-        )
-        straight &= mask.meta["val"].shape[0] == math.prod(grid)
+        straight = _in_order(places, x, mask)
         if not straight and len(places) != 1:
             raise self._unfit("they are written to places of another form")
         added = written if accumulate else self._added(x, places, written, straight)
@@ -287,7 +289,7 @@ class _AllRows:
                 return self._replace(self._emit(add, x, self._emit(aten.where.ScalarOther, over, written, 0)))
             new = self._emit(aten.where.self, over, written, x)
         else:
-            shaped = self._emit(aten.expand.default, written, [len(at[0]), *rest])  # type: ignore[arg-type]
+            shaped = self._emit(aten.expand.default, written, [mask.meta["val"].shape[0], *rest])
             self.masks[shaped], self.dims[shaped] = mask, 0
             zeros = self._emit(aten.zeros_like.default, x)
             new = self._emit(aten.index_add.default, zeros, 0, places[0], self._chosen(shaped))
@@ -306,29 +308,35 @@ class _AllRows:
         if more not in self.masks or more.meta["val"].shape != value.meta["val"].shape:
             return None
         same = read.target is aten.index.Tensor and read.args[0] is x and list(read.args[1]) == list(places)
-        if read.target is ROWS and straight:
-            read = read.args[0]
-            while read.target in (aten.clone.default, aten.reshape.default):
-                read = read.args[0]
-            same = read is x
+        same |= read.target is ROWS and straight and _bare(read.args[0]) is x
         return more if same else None
 
     def _labels(self, targets: fx.Node, lengths: Any) -> fx.Node:
         """Write the labels that a mask of [rows, labels] keeps, moved to the front like padded ones, for CTC."""
-        mask = lengths
-        while mask.target in (aten.reshape.default, aten._to_copy.default, aten.to.dtype):
-            mask = mask.args[0]
+        mask = _bare(lengths)
         mask = mask.args[0] if mask.target is aten.sum.dim_IntList and mask.args[1] in ([-1], [1]) else None
         size = mask.meta["val"].shape if mask is not None else ()
-        flat = self.masks[targets]
-        while flat.target in (aten.reshape.default, aten.clone.default):
-            flat = flat.args[0]  # type: ignore[assignment]
-        if flat is not mask or len(size) != 2 or targets.meta["val"].dim() != 1:
+        if _bare(self.masks[targets]) is not mask or len(size) != 2 or targets.meta["val"].dim() != 1:
             raise self._unfit("their lengths are not their numbers in each row")
         last = self._emit(aten._to_copy.default, self._emit(aten.bitwise_not.default, mask), dtype=torch.int64)
         order = self._emit(operator.getitem, self._emit(aten.sort.stable, last, stable=True), 1)
         kept = self._emit(aten.where.ScalarOther, mask, self._emit(aten.reshape.default, targets, list(size)), 0)
         return self._emit(aten.gather.default, kept, 1, order)
+
+
+def _in_order(places: Sequence[Any], x: Any, mask: fx.Node) -> bool:
+    """Return whether indices with all rows are the places of a tensor's first dims, one after the other."""
+    grid = x.meta["val"].shape[: len(places)]
+    inner, n = [math.prod(grid[d + 1 :]) for d in range(len(grid))], math.prod(grid)
+    ways = [(value_of_all(i), torch.arange(n) // k % size) for i, k, size in zip(places, inner, grid, strict=True)]
+    return mask.meta["val"].shape[0] == n and all(i is not None and torch.equal(i, way) for i, way in ways)
+
+
+def _bare(node: Any) -> Any:
+    """Return what a node is made of by copies and views."""
+    while values.op_name(node.target) in ("reshape", "clone", "to", "_to_copy"):
+        node = node.args[0]
+    return node
 
 
 def _draws(node: fx.Node) -> bool:

@@ -35,21 +35,26 @@ import torch
 from torch import Tensor, fx
 
 from shardc import errors
-from shardc.capture.masked_rows.all_rows import node_of
 from shardc.capture.rewrite.functional_twins import mutates
 from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
 from shardc.torch_private import expression
 
-_OURS = f"{Path(errors.__file__).parent}/"
+_OURS, _TORCHS = (f"{Path(module.__file__).parent}/" for module in (errors, torch))
 
 
 def caller() -> FrameType:
     """Return the frame, of the model or of torch, that reads a value."""
     frame: Any = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_OURS) or frame.f_code.co_filename == torch.__file__:  # SymInt's __bool__
+    while frame.f_code.co_filename.startswith(_OURS) or _forwards(frame.f_code):
         frame = frame.f_back
     return frame  # type: ignore[no-any-return]
+
+
+def _forwards(code: CodeType) -> bool:
+    """Return whether code is torch's own between an operator of Python, such as `len`, and what implements it."""
+    forwards = code.co_name == "handle_torch_function" or code.co_name.startswith("__")
+    return forwards and code.co_filename.startswith(_TORCHS)
 
 
 @dataclass(frozen=True)
@@ -88,14 +93,14 @@ class Guard:
 class Guards:
     """The guards of one trace.
 
-    written: {id of the result of a write: (result, its value without rows)}. read: {symbol: the tensor in which Python
-    read the number}.
+    written: {id of the result of a write: (result, its value without rows)}. read: {symbol: the node of the tensor in
+    which Python read the number}.
     """
 
     def __init__(self) -> None:
         self.open: dict[tuple[int, ...], Guard] = {}
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
-        self.read: dict[Any, Tensor] = {}
+        self.read: dict[Any, fx.Node] = {}
         self.draws = Draws()
 
     def take(
@@ -170,12 +175,7 @@ class Guards:
     def evaluated(self, number: Any) -> tuple[list[fx.Node], Callable[[Sequence[Any]], Any]]:
         """Return the nodes of the numbers in an expression, and a function that returns its value from theirs."""
         symbols = sorted(number.free_symbols, key=str)
-        nodes = [node_of(self.read[s]) for s in symbols]
-        return nodes, lambda known: number.subs([(s, int(n)) for s, n in zip(symbols, known, strict=True)])
-
-    def always(self, nodes: Sequence[fx.Node], holds: Callable[[list[Any]], bool]) -> bool:
-        """Return whether something is true of the values of nodes, whatever the choices are."""
-        return untraced(self.draws.implied, nodes, lambda known: False, nodes, holds)
+        return [self.read[s] for s in symbols], lambda known: number.subs([(s, int(n)) for s, n in zip(symbols, known, strict=True)])
 
     def _implied(self, guard: Guard, nodes: Sequence[fx.Node], quiet: Callable[[list[Any]], bool]) -> bool:
         return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet, guard.tried)

@@ -7,6 +7,7 @@ x[ends[0] : ends[1]], split      rows(x, (position >= ends[0]) & (position < end
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,12 +20,18 @@ from torch import Tensor, fx
 from shardc.capture.data_dependent_sizes import KnownSizes, each, functions, hidden
 from shardc.capture.masked_rows.all_rows import ROWS, Unfit, node_of, value_of_all
 from shardc.capture.masked_rows.branches import Guards, bodies, caller, harmless
+from shardc.ir import source
 from shardc.ir import types as values
+from shardc.passes.canonical.choices import draws, leaves, run
 from shardc.torch_modes import untraced
-from shardc.torch_private import FakeTensor, OpOverload, expression, pytree, size_in, traced_node, tracing
+from shardc.torch_private import FakeTensor, OpOverload, expression, generic, pytree, symbol_in, traced_node, tracing
 
 _WHERE, _NONZERO, _SELECT = functions("where"), functions("nonzero argwhere"), functions("masked_select")
 _CAT, _SPLIT, _BINS = functions("cat concat concatenate"), functions("split split_with_sizes"), functions("bincount")
+#: torch.export writes x[a:b] with unknown bounds as this op.
+_SLICE = (torch.ops.aten.slice, torch.ops.aten.slice.Tensor)
+#: `for i in rows` calls unbind(0).
+_EACH = functions("unbind")
 _ADDS = functions("index_add index_add_ scatter_add scatter_add_")
 #: Most turns of an unrolled loop over selected rows (`for i, j in mask.nonzero()`), and numbers of a list.
 UNROLLED = 1024
@@ -33,9 +40,9 @@ CHANGES = "whether there are any changes more than rows"
 
 
 class Count(torch.SymInt):
-    """A number that Python read from a tensor."""
+    """A number that Python read from a tensor. For the model, it is an instance of int."""
 
-    __class__: Any = property(lambda self: int)  # isinstance(x, int) is true
+    __class__: Any = property(lambda self: int if source.is_models(sys._getframe(1).f_code.co_filename) else Count)
 
 
 @dataclass(eq=False)
@@ -70,6 +77,8 @@ class SelectedRows(KnownSizes):
         super().__init__(known)
         self.picks: dict[Any, Pick] = {}
         self.by_symbol: dict[Any, Pick] = {}
+        self.numbers: dict[Any, Count] = {}
+        self.tensors: dict[Any, Tensor] = {}  # those that symbols were read from
         self.guards = Guards()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,6 +116,8 @@ class SelectedRows(KnownSizes):
         """Return the result of a call that selects rows by unknown values; NotImplemented for other calls."""
         if func is Tensor.__getitem__ or func is Tensor.__setitem__:
             return self._indexed(func, *args)
+        if func in _SLICE and args[1] == 0 and args[4:] in ((), (1,)):
+            return self._indexed(Tensor.__getitem__, args[0], slice(*args[2:4]))
         if func in _SELECT and len(args) == 2 and args[0].shape == args[1].shape:
             return self._indexed(Tensor.__getitem__, *args)
         if (func in _NONZERO or (func in _WHERE and len(args) == 1)) and self._unknown(args[0]):
@@ -119,8 +130,10 @@ class SelectedRows(KnownSizes):
             return self._split(*args, **kwargs)
         if func in _CAT:
             return self._cat(*args, **kwargs)
-        if func in (Tensor.__iter__, Tensor.__len__) and (picks := self._rows_in(args[0].shape[:1])):
-            return self._each(args[0], picks[0]) if func is Tensor.__iter__ else self._len(picks[0])
+        if func is Tensor.__len__ and (picks := self._rows_in(args[0].shape[:1])):
+            return self._len(picks[0])
+        if func in _EACH and args[1:] in ((), (0,)) and (picks := self._rows_in(args[0].shape[:1])):
+            return self._each(args[0], picks[0])
         return NotImplemented
 
     def _indexed(self, func: Any, x: Tensor, index: Any, *value: Any) -> Any:
@@ -130,7 +143,7 @@ class SelectedRows(KnownSizes):
             first: Any = self._stretch(x, *bounds[0])
             others: Sequence[Any] = ()
         else:
-            many = not value or (isinstance(value[0], Tensor) and value[0].numel() > 1)
+            many = not value or (isinstance(value[0], Tensor) and value[0].dim() > 0)
             masks = [k for k in keys if isinstance(k, Tensor) and hidden(k)] if many else []
             masks = [k for k in masks if self._unknown(k)]
             if not masks:
@@ -155,10 +168,9 @@ class SelectedRows(KnownSizes):
         return self.picks.setdefault((key, grid), Pick(first.mask, grid, first.count))
 
     def _choose(self, key: Any, mask: Tensor, grid: tuple[int, ...], bounds: Any = None) -> None:
-        total = mask.sum()
-        count = size_in(total)
+        count = self._read(mask.sum())
+        generic(count)
         self.picks[key] = self.by_symbol[expression(count)] = Pick(mask, grid, count, bounds)
-        self.guards.read[expression(count)] = total
 
     def _stretch(self, x: Tensor, start: Any, stop: Any) -> Pick:
         """Return the choice of the rows of a tensor whose position is between two places."""
@@ -178,9 +190,9 @@ class SelectedRows(KnownSizes):
         if isinstance(number, int):
             return number
         terms = number.as_coefficients_dict().items()
-        if any(not s.is_number and s not in self.guards.read for s, _ in terms):
+        if any(not s.is_number and s not in self.tensors for s, _ in terms):
             raise Unfit("their number is used")
-        return sum(int(k) if s.is_number else self.guards.read[s] * int(k) for s, k in terms)
+        return sum(int(k) if s.is_number else self.tensors[s] * int(k) for s, k in terms)
 
     def _bins(self, x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
         if self._rows_in(x) or weights is not None or not minlength:
@@ -203,16 +215,31 @@ class SelectedRows(KnownSizes):
         bounds: list[Any] = [p[0].bounds for p in picks if len(p) == 1]
         if not parts or len(bounds) < len(parts) or not all(bounds):
             return NotImplemented
-        if any(a[1] != b[0] for a, b in pairwise([(0, 0), *bounds])) or not self._is_end(bounds[-1][1], picks[0][0]):
+        if any(a[1] != b[0] for a, b in pairwise([(0, 0), *bounds])) or not self._is_end(bounds[-1][1], *picks[0][0].grid):
             return NotImplemented
         whole = parts[0].new_zeros(picks[0][0].grid + parts[0].shape[1:])
         for x, (pick,) in zip(parts, picks, strict=True):
             whole = whole.index_add(0, pick.coordinates()[0], x)
         return whole
 
-    def _is_end(self, number: Any, pick: Pick) -> bool:
-        (n,) = pick.grid
-        return bool(number == n) or self.guards.always([node_of(self._tensor(number))], lambda known: int(known[0]) == n)
+    def _is_end(self, number: Any, n: int) -> bool:
+        """Return whether a sum of numbers is n, as tested on choices of 2, 3, ... numbers while these are possible."""
+        if isinstance(number, int):
+            return number == n
+        node = node_of(self._tensor(number))
+
+        def value(count: int) -> int:
+            return int(run([node], next(draws(leaves([node]), count)))[0])
+
+        for count in range(2, 99):
+            try:
+                if untraced(value, count) != n:
+                    return False
+            except (RuntimeError, IndexError):
+                return count > 2
+            except KeyError:
+                return False
+        return True
 
     # --- what Python reads
 
@@ -251,19 +278,22 @@ class SelectedRows(KnownSizes):
             rows.listed = True
             return rows
         if method == "item" and x.numel() == 1:
-            return self._count(x.reshape(()))
+            return self._read(x.reshape(()))
         if method in ("tolist", "numpy") and not self._rows_in(x) and x.numel() <= UNROLLED:
             return np.array(self._counts(x), dtype=object) if method == "numpy" else self._counts(x)
         return None
 
     def _counts(self, x: Tensor) -> Any:
         """Return `x.tolist()` of unknown integers, with the same nesting."""
-        return [self._counts(x[i]) for i in range(x.shape[0])] if x.dim() else self._count(x)
+        return [self._counts(x[i]) for i in range(x.shape[0])] if x.dim() else self._read(x)
 
-    def _count(self, x: Tensor) -> Count:
-        number = size_in(x, positive=False)
-        self.guards.read[expression(number)] = x
-        return Count(number.node)
+    def _read(self, x: Tensor) -> torch.SymInt:
+        """Return the number in a tensor, the same for tensors that are computed in the same way."""
+        key = structure_of(x)
+        if key not in self.numbers:
+            self.numbers[key] = number = Count(symbol_in(x).node)
+            self.tensors[expression(number)], self.guards.read[expression(number)] = x, node_of(x)
+        return self.numbers[key]
 
     def truth(self, x: Tensor) -> bool | None:
         """Return the assumed value of a condition on integers and masks; None if it cannot be assumed."""
