@@ -131,11 +131,11 @@ def _reading(
 
 def _comparing(chosen: SelectedRows) -> Callable[[Any], bool]:
     """Make a method of SymBool for comparisons of the model, not those of torch."""
-    original = torch.SymBool.__bool__
+    original: Any = torch.SymBool.__bool__
 
     def method(self: torch.SymBool) -> bool:
         some = chosen.compared(self) if source.is_models(caller().f_code.co_filename) else None
-        return original(self) if some is None else some
+        return bool(original(self)) if some is None else some
 
     return method
 

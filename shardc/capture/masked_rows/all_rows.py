@@ -40,8 +40,7 @@ torch.library.register_fake("shardc::rows", lambda x, mask, n: x.new_empty((n, *
 ROWS = torch.ops.shardc.rows.default
 
 #: Ops that make a tensor of a size, and others whose sizes may include the number of rows.
-_MAKERS = set("zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like".split())
-_MAKERS.add("empty_like")
+_MAKERS = {form.format(name) for name in ("zeros", "ones", "full", "empty") for form in ("{}", "new_{}", "{}_like")}
 _SIZED = {"view", "reshape", "_unsafe_view", "expand", "unflatten", *_MAKERS}
 #: Losses of classes, and others, which return one per element without a reduction.
 _CLASSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
@@ -118,8 +117,8 @@ class _AllRows:
         for self.node in nodes:
             if self.node.target is ROWS:
                 x, mask, count = self.node.args
-                self.symbols[expression(count.meta["val"])] = mask  # type: ignore[union-attr, assignment]
-                self._mark(mask, 0, x.meta["val"])  # type: ignore[arg-type, union-attr]
+                self.symbols[expression(count.meta["val"])] = mask
+                self._mark(mask, 0, x.meta["val"])
             elif self.node.op == "output" and any(x in self.masks for x in self.node.all_input_nodes):
                 raise self._unfit("they are a result of the model")
             elif self.node.op == "call_function" and isinstance(self.node.meta.get("val"), Tensor | tuple | list):
@@ -128,7 +127,7 @@ class _AllRows:
         follow(self.rowwise, self.dims)
         for n in nodes:
             if n.target is ROWS:
-                n.replace_all_uses_with(n.args[0])  # type: ignore[arg-type]
+                n.replace_all_uses_with(n.args[0])
                 self.graph.erase_node(n)
 
     def _unfit(self, fault: str) -> Unfit:
@@ -155,12 +154,12 @@ class _AllRows:
             node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: sizes.get(x, x))
         first = node.meta["val"] if isinstance(node.meta["val"], Tensor) else node.meta["val"][0]
         dims = [d for d, n in enumerate(first.shape) if isinstance(n, torch.SymInt)]
-        if name == "cat" and len(rows) == len(node.args[0]) and [self.dims[x] for x in rows] == dims * len(rows):  # type: ignore[arg-type]
-            if others and dims == [0]:
-                joined = tuple(self.masks[x] for x in node.args[0])  # type: ignore[union-attr, index]
-                if joined not in self.joined:
-                    self.joined[joined] = self._emit(aten.cat.default, list(joined))
-                return self._mark(self.joined[joined], 0, self._value())
+        parts: Any = node.args[0] if name == "cat" else ()
+        if parts and all(self.dims.get(x) == 0 for x in parts) and dims == [0]:
+            joined = tuple(self.masks[x] for x in parts)
+            if joined not in self.joined:
+                self.joined[joined] = self._emit(aten.cat.default, list(joined))
+            return self._mark(self.joined[joined], 0, self._value())
         if others:
             raise self._unfit("they are combined with other rows")
         if self._ends(name, rows, mask) or (name in _MAKERS and not dims):
@@ -170,7 +169,8 @@ class _AllRows:
         if name not in _MAKERS:
             if _draws(node):
                 raise DrawnError(source.of_node(node))
-            if self.means and not self.means.isdisjoint(values.behind(x for x in node.all_input_nodes if x not in rows)):
+            beside = [x for x in node.all_input_nodes if x not in rows]
+            if self.means and not self.means.isdisjoint(values.behind(beside)):
                 raise self._unfit("they are combined with their mean, which is nan without rows")
             self.rowwise.append(node)
         return self._mark(mask, dims[0], self._value())
@@ -212,19 +212,20 @@ class _AllRows:
         elif name in ("index_add", "index_add_", "scatter_add", "scatter_add_"):
             if args[0] in rows or args[3] not in rows:
                 raise self._unfit("they are written to other rows")
-            chosen = self._chosen(args[3])  # type: ignore[arg-type]
-            if name.startswith("index_add") and args[1] == 0 and not node.kwargs and _in_order([args[2]], args[0], mask):
+            chosen = self._chosen(args[3])
+            plain = name.startswith("index_add") and args[1] == 0 and not node.kwargs
+            if plain and _in_order(args[2:3], args[0], mask):
                 self._replace(self._emit(aten.add_.Tensor if mutates(node) else aten.add.Tensor, args[0], chosen))
             else:
                 node.update_arg(3, chosen)
         elif name in ("sum", "mean"):
-            a = Args(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+            a = Args(node.target, node.args, node.kwargs)
             ndim, dim = rows[0].meta["val"].dim(), a.get("dim")
             over = [d % ndim for d in ([dim] if isinstance(dim, int) else dim or range(ndim))]
             if dims[0] not in over:
                 return False
             self._total(rows[0], name == "mean", over, a.get("keepdim", False), a.get("dtype"))
-        elif name in _CLASSES | _ELEMENTS and (a := Args(node.target, node.args, node.kwargs)).reduction:  # type: ignore[arg-type]
+        elif name in _CLASSES | _ELEMENTS and (a := Args(node.target, node.args, node.kwargs)).reduction:
             if name in _ELEMENTS:
                 every = {**a.named, "reduction": 0}
                 losses = self._emit(node.target, *every.values())
@@ -260,7 +261,7 @@ class _AllRows:
         """Rewrite `x[...] = value`: row i goes to row i of a mask, or to the row that an index names (only once)."""
         x, indices, value, accumulate = (*self.node.args, False)[:4]
         places: Any = indices
-        size = x.meta["val"].shape  # type: ignore[union-attr]
+        size = x.meta["val"].shape
         grid, rest = size[: len(places)], size[len(places) :]
         if x in self.masks or any(i not in self.masks or i.meta["val"].dim() != 1 for i in places):
             raise self._unfit("they are written to places of another form")

@@ -40,7 +40,7 @@ from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
 from shardc.torch_private import expression
 
-_OURS, _TORCHS = (f"{Path(module.__file__).parent}/" for module in (errors, torch))
+_OURS, _TORCHS = (f"{Path(str(module.__file__)).parent}/" for module in (errors, torch))
 
 
 def caller() -> FrameType:
@@ -175,7 +175,8 @@ class Guards:
     def evaluated(self, number: Any) -> tuple[list[fx.Node], Callable[[Sequence[Any]], Any]]:
         """Return the nodes of the numbers in an expression, and a function that returns its value from theirs."""
         symbols = sorted(number.free_symbols, key=str)
-        return [self.read[s] for s in symbols], lambda known: number.subs([(s, int(n)) for s, n in zip(symbols, known, strict=True)])
+        nodes = [self.read[s] for s in symbols]
+        return nodes, lambda known: number.subs({s: int(n) for s, n in zip(symbols, known, strict=True)})
 
     def _implied(self, guard: Guard, nodes: Sequence[fx.Node], quiet: Callable[[list[Any]], bool]) -> bool:
         return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet, guard.tried)

@@ -215,9 +215,10 @@ class SelectedRows(KnownSizes):
         bounds: list[Any] = [p[0].bounds for p in picks if len(p) == 1]
         if not parts or len(bounds) < len(parts) or not all(bounds):
             return NotImplemented
-        if any(a[1] != b[0] for a, b in pairwise([(0, 0), *bounds])) or not self._is_end(bounds[-1][1], *picks[0][0].grid):
+        (n,) = picks[0][0].grid
+        if any(a[1] != b[0] for a, b in pairwise([(0, 0), *bounds])) or not self._is_end(bounds[-1][1], n):
             return NotImplemented
-        whole = parts[0].new_zeros(picks[0][0].grid + parts[0].shape[1:])
+        whole = parts[0].new_zeros(n, *parts[0].shape[1:])
         for x, (pick,) in zip(parts, picks, strict=True):
             whole = whole.index_add(0, pick.coordinates()[0], x)
         return whole
@@ -235,10 +236,8 @@ class SelectedRows(KnownSizes):
             try:
                 if untraced(value, count) != n:
                     return False
-            except (RuntimeError, IndexError):
+            except (RuntimeError, IndexError, KeyError):
                 return count > 2
-            except KeyError:
-                return False
         return True
 
     # --- what Python reads
@@ -291,7 +290,7 @@ class SelectedRows(KnownSizes):
         """Return the number in a tensor, the same for tensors that are computed in the same way."""
         key = structure_of(x)
         if key not in self.numbers:
-            self.numbers[key] = number = Count(symbol_in(x).node)
+            self.numbers[key] = number = Count(symbol_in(x).node)  # type: ignore[no-untyped-call]
             self.tensors[expression(number)], self.guards.read[expression(number)] = x, node_of(x)
         return self.numbers[key]
 
@@ -316,7 +315,7 @@ class SelectedRows(KnownSizes):
             return None
         if (fine := harmless()) is not None:
             return fine
-        constant, rest = (relation.lhs - relation.rhs).as_coeff_Add()
+        constant, _ = (relation.lhs - relation.rhs).as_coeff_Add()
         splits = [[bool(relation.func(constant + sign * n, 0)) for n in (0, 1, 1 << 40)] for sign in (1, -1)]
         if not any(none != one == many for none, one, many in splits):
             raise Unfit("their number is compared with more than 0")
