@@ -154,8 +154,8 @@ class _AllRows:
             node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: sizes.get(x, x))
         first = node.meta["val"] if isinstance(node.meta["val"], Tensor) else node.meta["val"][0]
         dims = [d for d, n in enumerate(first.shape) if isinstance(n, torch.SymInt)]
-        parts: Any = node.args[0] if name == "cat" else ()
-        if parts and all(self.dims.get(x) == 0 for x in parts) and dims == [0]:
+        parts: Any = node.args[0] if name == "cat" and Args(node.target, node.args, node.kwargs).dim == 0 else ()
+        if parts and all(self.dims.get(x) == 0 for x in parts):
             joined = tuple(self.masks[x] for x in parts)
             if joined not in self.joined:
                 self.joined[joined] = self._emit(aten.cat.default, list(joined))

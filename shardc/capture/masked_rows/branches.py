@@ -121,7 +121,7 @@ class Guards:
             return None
         # the instruction distinguishes conditions of a line; that of a loop over a generator moves in Python 3.12
         key = (id(frame), body.lines.start, -1 if loop else frame.f_lasti)
-        if not self._unchanged(self.open.pop(key, None)):
+        if not self._unchanged(self.open.get(key)):
             return None
         values = {name: frame.f_locals.get(name) for name in body.names}
         since = next(iter(reversed(nodes[0].graph.nodes)))
