@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from shardc.capture.constants import constant_ends, constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
-from shardc.capture.masked_rows.branches import caller, harmless
+from shardc.capture.masked_rows.branches import harmless
 from shardc.capture.masked_rows.trace import SelectedRows
 from shardc.capture.refusals import BRANCH
 from shardc.ir import source
@@ -88,7 +88,8 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
                 method = _reading(getattr(kind, name), known, reads, chosen, check=name in ("__bool__", "item"))
                 stack.enter_context(mock.patch.object(kind, name, method))
         if chosen is not None:
-            stack.enter_context(mock.patch.object(torch.SymBool, "__bool__", _comparing(chosen)))
+            compared: Any = partial(chosen.compared, torch.SymBool.__bool__)
+            stack.enter_context(mock.patch.object(torch.SymBool, "__bool__", lambda comparison: compared(comparison)))
         stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
         yield reads
         if chosen is not None:
@@ -125,17 +126,6 @@ def _reading(
         reads.sources.append(source.of_call())
         reads.inputs.update(given_numbers(self))
         return original(self, *args)
-
-    return method
-
-
-def _comparing(chosen: SelectedRows) -> Callable[[Any], bool]:
-    """Make a method of SymBool for comparisons of the model, not those of torch."""
-    original: Any = torch.SymBool.__bool__
-
-    def method(self: torch.SymBool) -> bool:
-        some = chosen.compared(self) if source.is_models(caller().f_code.co_filename) else None
-        return bool(original(self)) if some is None else some
 
     return method
 

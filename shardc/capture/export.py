@@ -115,10 +115,9 @@ def export(
         gm = exported.graph_module
         fresh = _fresh(exported)
         cut = inline_regions.inline_regions(gm)
-        drop_checks(gm.graph)
         if rows:
             with_all_rows(gm.graph)
-            drop_checks(gm.graph)
+        drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
         equal_layers.unfold(model, exported, folding.calls if folding else (), cut)
         if not transformed:

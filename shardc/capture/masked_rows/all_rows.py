@@ -133,11 +133,14 @@ class _AllRows:
     def _unfit(self, fault: str) -> Unfit:
         return Unfit(fault, source.of_node(self.node))
 
-    def _mark(self, mask: fx.Node, dim: int, val: Any) -> None:
+    def _mark(self, mask: fx.Node, dim: int, val: Any = None) -> None:
+        """Note that the current node has all rows along a dim now. val: its result, if that is known."""
+        node = self.node
+        val = self._value(node.target, node.args, node.kwargs) if val is None else val
         first = val if isinstance(val, Tensor) else val[0]
         if first.shape[dim] != mask.meta["val"].shape[0]:
-            raise self._unfit(f"{self.node.target} mixes them")
-        self.masks[self.node], self.dims[self.node], self.node.meta["val"] = mask, dim, val
+            raise self._unfit(f"{node.target} mixes them")
+        self.masks[node], self.dims[node], node.meta["val"] = mask, dim, val
 
     def _call(self) -> None:
         node, name = self.node, values.op_name(self.node.target)
@@ -159,7 +162,7 @@ class _AllRows:
             joined = tuple(self.masks[x] for x in parts)
             if joined not in self.joined:
                 self.joined[joined] = self._emit(aten.cat.default, list(joined))
-            return self._mark(self.joined[joined], 0, self._value())
+            return self._mark(self.joined[joined], 0)
         if others:
             raise self._unfit("they are combined with other rows")
         if self._ends(name, rows, mask) or (name in _MAKERS and not dims):
@@ -173,7 +176,7 @@ class _AllRows:
             if self.means and not self.means.isdisjoint(values.behind(beside)):
                 raise self._unfit("they are combined with their mean, which is nan without rows")
             self.rowwise.append(node)
-        return self._mark(mask, dims[0], self._value())
+        return self._mark(mask, dims[0])
 
     def _symbols_of(self, number: fx.Node) -> list[fx.Node]:
         return [self.symbols[s] for s in expression(number.meta["val"]).free_symbols if s in self.symbols]
@@ -184,13 +187,11 @@ class _AllRows:
         size = expression(number.meta["val"]).subs(every)
         return int(size) if size.is_number else None
 
-    def _value(self, target: Any = None, args: Any = None, kwargs: Any = None) -> Any:
-        """Return the result of a call, by default the current one, as fake tensors."""
-        node = self.node
-        call = (node.args, node.kwargs) if target is None else (args, kwargs)
-        args, kwargs = fx.map_arg(call, lambda n: n.meta["val"])
+    def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call as fake tensors."""
+        args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with fake_mode_of(next(iter(self.masks.values())).meta["val"]), torch.no_grad():
-            return (target or node.target)(*args, **kwargs)
+            return target(*args, **kwargs)
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return call_like(self.node, target, *args, val=self._value(target, args, kwargs), **kwargs)

@@ -116,7 +116,7 @@ class Guards:
         truth: of the part of its condition that Python reads, from the values of nodes.
         """
         frame = caller()
-        body = bodies(frame.f_code, loop=loop).get(frame.f_lineno)
+        body = bodies(frame.f_code).get(frame.f_lineno)
         if body is None or not body.fits:
             return None
         # the instruction distinguishes conditions of a line; that of a loop over a generator moves in Python 3.12
@@ -185,13 +185,13 @@ class Guards:
 def harmless() -> bool | None:
     """Return the truth value with which the condition at the caller's line changes nothing, or None."""
     frame = caller()
-    body = bodies(frame.f_code, loop=False).get(frame.f_lineno)
+    body = bodies(frame.f_code).get(frame.f_lineno)
     return body.wanted if body is not None and not body.lines else None
 
 
 @lru_cache(maxsize=256)
-def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
-    """Map lines of conditions (loop: of loop headers) to the code that depends on them."""
+def bodies(code: CodeType) -> dict[int, Body]:
+    """Map lines of conditions and loop headers to the code that depends on them."""
     try:
         lines, first = inspect.getsourcelines(code)
         tree, shift = ast.parse(textwrap.dedent("".join(lines))), max(first, 1) - 1
@@ -200,9 +200,9 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
     by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
         truths, some, statements = set[bool](), None, list[ast.stmt]()
-        if loop and isinstance(node, ast.For) and not node.orelse:
+        if isinstance(node, ast.For) and not node.orelse:
             span, truths, statements = node.iter, {True}, node.body
-        elif not loop and isinstance(node, ast.If | ast.Assert):
+        elif isinstance(node, ast.If | ast.Assert):
             span, truths = node.test, _harmless(node)
             if not truths and isinstance(node, ast.If) and not node.orelse:
                 skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)

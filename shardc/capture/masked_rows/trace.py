@@ -261,7 +261,7 @@ class SelectedRows(KnownSizes):
     def _len(self, pick: Pick) -> int:
         """Return the number of rows at a line that only tests whether there are any."""
         frame = caller()
-        body = bodies(frame.f_code, loop=False).get(frame.f_lineno)
+        body = bodies(frame.f_code).get(frame.f_lineno)
         if body is None or body.some != body.wanted:
             raise Unfit("their number is used")
         if self.guards.take([node_of(pick.mask)], lambda known: bool(known[0].any()) == body.some) is None:
@@ -305,14 +305,15 @@ class SelectedRows(KnownSizes):
         body = self.guards.take([node], lambda known: bool(known[0]))
         return None if body is None else body.wanted
 
-    def compared(self, comparison: torch.SymBool) -> bool | None:
-        """Return the assumed outcome where the model compares numbers that it read; None for others.
+    def compared(self, original: Callable[[Any], bool], comparison: torch.SymBool) -> bool:
+        """Return the assumed outcome of a comparison of numbers that the model read; `original` knows others.
 
         It may only distinguish some rows from none, or be a check.
         """
         relation = expression(comparison)
-        if not hasattr(relation, "lhs") or not self.guards.read.keys() >= relation.free_symbols:
-            return None
+        ours = hasattr(relation, "lhs") and self.guards.read.keys() >= relation.free_symbols
+        if not ours or not source.is_models(caller().f_code.co_filename):  # torch compares, too
+            return original(comparison)
         if (fine := harmless()) is not None:
             return fine
         constant, _ = (relation.lhs - relation.rhs).as_coeff_Add()
