@@ -33,11 +33,6 @@ def traced_node(x: Tensor) -> fx.Node | None:
     return slot.proxy.node if slot is not None else None
 
 
-def symbol_in(x: Tensor) -> torch.SymInt:
-    """Return the number in a traced integer tensor, as a symbol."""
-    return torch.ops.aten.item.default(x)  # type: ignore[no-any-return]
-
-
 def generic(number: torch.SymInt) -> None:
     """Let torch assume that a symbol is neither 0 nor 1, wherever it has to know."""
     torch._check(number >= 2)  # type: ignore[no-untyped-call]

@@ -159,14 +159,27 @@ def test_any_rows_that_are_chosen(forward: Callable[[Any, Tensor, Tensor], Tenso
     assert not program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default)
 
 
-@pytest.mark.parametrize("forward", [kept_if_tensors, listed])
-def test_chosen_rows_are_tensors_to_the_model_also_where_nothing_is_proven(
-    forward: Callable[[Any, Tensor, Tensor], Tensor],
-) -> None:
+def two_columns(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    rows, column = torch.where(torch.stack([chosen == 0, chosen == 2], 1))
+    out = torch.zeros_like(x)
+    out[rows] = s.second(x[rows]) * (column[:, None] + 1)
+    return out
+
+
+def part_of_sorted(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    order, numbers = chosen.argsort(stable=True), torch.bincount(chosen, minlength=2).tolist()
+    return torch.cat([s.second(x[order][: numbers[0]])]).mean(0)
+
+
+@pytest.mark.parametrize("forward", [listed, two_columns, part_of_sorted])
+def test_masks_of_other_sizes(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    """Also all rows and none: nothing depends on the sample batch."""
     torch.manual_seed(0)
     model, x = Rows(forward).double(), torch.randn(10, 8, dtype=torch.float64)
     program = shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
-    torch.testing.assert_close(shardc.simulate(program, model, (x,)).loss, model(x).detach(), rtol=1e-12, atol=0)
+    for y in (x.cos() * 3, *(x[i : i + 1].repeat(10, 1) for i in range(4))):
+        run = shardc.simulate(program, model, (y,))
+        torch.testing.assert_close(run.loss, model(y).detach(), rtol=1e-12, atol=0, equal_nan=True)
 
 
 def number_of_a_list(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:

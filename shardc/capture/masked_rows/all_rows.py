@@ -170,7 +170,8 @@ class _AllRows:
         if len(dims) != 1:
             raise self._unfit(f"{node.target} mixes them")
         if name not in _MAKERS:
-            if _draws(node):
+            no_dropout = node.target is aten.dropout.default and not (node.args[1] and node.args[2])
+            if is_random(node) and not no_dropout:
                 raise DrawnError(source.of_node(node))
             beside = [x for x in node.all_input_nodes if x not in rows]
             if self.means and not self.means.isdisjoint(values.behind(beside)):
@@ -339,12 +340,6 @@ def _bare(node: Any) -> Any:
     while values.op_name(node.target) in ("reshape", "clone", "to", "_to_copy"):
         node = node.args[0]
     return node
-
-
-def _draws(node: fx.Node) -> bool:
-    """Return whether an op draws random numbers. Dropout that is off, or drops nothing, does not."""
-    dropout = node.target is aten.dropout.default
-    return is_random(node) and not (dropout and not (node.args[1] and node.args[2]))
 
 
 # --- the rules know what works on each row separately -----------------------------------------------------------------

@@ -24,7 +24,7 @@ from shardc.ir import source
 from shardc.ir import types as values
 from shardc.passes.canonical.choices import draws, leaves, run
 from shardc.torch_modes import untraced
-from shardc.torch_private import FakeTensor, OpOverload, expression, generic, pytree, symbol_in, traced_node, tracing
+from shardc.torch_private import FakeTensor, OpOverload, expression, generic, pytree, traced_node, tracing
 
 _WHERE, _NONZERO, _SELECT = functions("where"), functions("nonzero argwhere"), functions("masked_select")
 _CAT, _SPLIT, _BINS = functions("cat concat concatenate"), functions("split split_with_sizes"), functions("bincount")
@@ -290,7 +290,7 @@ class SelectedRows(KnownSizes):
         """Return the number in a tensor, the same for tensors that are computed in the same way."""
         key = structure_of(x)
         if key not in self.numbers:
-            self.numbers[key] = number = Count(symbol_in(x).node)  # type: ignore[no-untyped-call]
+            self.numbers[key] = number = Count(torch.ops.aten.item.default(x).node)  # type: ignore[no-untyped-call]
             self.tensors[expression(number)], self.guards.read[expression(number)] = x, node_of(x)
         return self.numbers[key]
 
@@ -354,7 +354,7 @@ def structure_of(x: Tensor | fx.Node) -> Any:
         return id(x)
     while isinstance(node.target, OpOverload) and values.op_name(node.target) in _SAME:
         before: Any = node.args[0]
-        if _is_mask(before) != _is_mask(node):
+        if len({getattr(n.meta.get("val"), "dtype", None) == torch.bool for n in (before, node)}) == 2:
             break
         node = before
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
@@ -362,7 +362,3 @@ def structure_of(x: Tensor | fx.Node) -> Any:
     if values.op_name(node.target) not in _MAKERS:
         return node
     return node.target, values.typed_key((node.args, node.kwargs), structure_of)
-
-
-def _is_mask(node: fx.Node) -> bool:
-    return getattr(node.meta.get("val"), "dtype", None) == torch.bool
