@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardc.collector import uncollected
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph
 from shardc.ir.program import Program
@@ -59,6 +60,8 @@ def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphMo
 class RunnableStage:
     """One stage: its graph, and its forward and backward graphs."""
 
+    # no cached_property: before Python 3.12 it locks, and WRITING is taken inside
+
     def __init__(
         self,
         program: Program,
@@ -74,16 +77,28 @@ class RunnableStage:
         self.outputs, self.copied = stage.outputs, outputs.views(stage)
         self.piped = bool(program.axis)
         self.updates = stage.updates if self.piped else tuple(b.name for b in program.buffers if b.updated)
-        module = runnable(stage, device, program)
-        self.run: Callable[..., Any] = mark(module, stage.graph) if mark is not None else module
-        self._stage, self._device, self._copies = stage, device, copies
+        self._stage, self._device, self._program, self._copies = stage, device, program, copies
         self._compiler, self._mark = compiler, mark
+        self._run: Callable[..., Any] | None = None
         self._joint: JointStage | None = None
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """Its graph without backward, made when a forward or an evaluation first runs it."""
+        if self._run is None:
+            with WRITING, uncollected():
+                module = runnable(self._stage, self._device, self._program)
+                self._run = self._mark(module, self._stage.graph) if self._mark is not None else module
+        return self._run
+
+    @run.setter
+    def run(self, function: Callable[..., Any]) -> None:
+        self._run = function
 
     @property
     def joint(self) -> JointStage:
         """Its forward and backward graphs, made when a step first runs them."""
-        if self._joint is not None:  # no cached_property: before Python 3.12 it locks, and WRITING is taken inside
+        if self._joint is not None:
             return self._joint
         if self._stage.joint is None:
             raise ShardcError(
@@ -91,7 +106,7 @@ class RunnableStage:
                 where=self._stage.name,
                 fix="compile again",
             )
-        with WRITING:
+        with WRITING, uncollected():
             graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
             self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._mark)
         return self._joint
@@ -99,7 +114,7 @@ class RunnableStage:
 
 def only_stage(program: Program, mesh: Any) -> RunnableStage:
     """Return the stage of a program that has one, for a mesh's device."""
-    compiler = Compiler(strict=program.spec is not None and program.spec.strict)
+    compiler = Compiler(strict=program.spec.strict)
     with WRITING:
         return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device), compiler)
 

@@ -38,6 +38,7 @@ from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows import experts
 from shardc.capture.masked_rows.all_rows import DrawnError, add_reason
 from shardc.capture.rewrite import flex_attention
+from shardc.collector import uncollected
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.graph import placeholders, source_of
@@ -48,6 +49,7 @@ from shardc.runtime.checks.user_changes import EVAL_MODE, Attributes
 from shardc.torch_private import quick_walks
 
 
+@uncollected()
 @quick_walks()
 @refusals.torch_errors()
 def capture(

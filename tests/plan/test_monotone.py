@@ -54,9 +54,7 @@ def runs(model: int) -> Runs:
 
 
 def planner(model: int, on: Device) -> Planner:
-    made = Planner(runs(model).subject, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
-    made.__dict__["runs"] = runs(model)
-    return made
+    return Planner(runs(model), on, "bfloat16", 0.05, "it", lambda what, done, of: None)
 
 
 def machine(r: random.Random) -> Device:

@@ -19,6 +19,7 @@ from shardc.verify.equality import difference
 from shardc.verify.simulate import Simulation
 from tests import zoo
 from tests.live_bytes import watched
+from tests.once import once_each
 from tests.zoo import expert_loops, hf, hf_more
 
 TP: dict[str, Any] = {"shard": {"use": "structure"}}
@@ -62,6 +63,7 @@ def built(name: str) -> tuple[nn.Module, Any, Program]:
         return model, batch, capture(model, batch)
 
 
+@once_each
 def compiled(name: str, **spec: Any) -> Program:
     model, batch, captured = built(name)
     with zoo.Wide():

@@ -24,6 +24,7 @@ from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 from tests import equality, zoo
+from tests.once import once_each
 from tests.test_equal import spec_of
 
 LAYERS = {
@@ -81,6 +82,7 @@ def captured(name: str) -> tuple[Any, Any, Program]:
     return model, batch, shardc.capture.capture(model, batch, prove=False)
 
 
+@once_each
 def compiled(name: str, spec: dict[str, Any], checkpoint: list[dict[str, Any]]) -> Program:
     model, batch, graph = captured(name)
     return shardc.compile(model, batch, {"shardc": 1, **spec, "checkpoint": checkpoint}, captured=graph)
@@ -338,7 +340,7 @@ def test_regions_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     program.save(tmp_path / "out")
     file = tmp_path / "out" / "stage0.py"
     file.write_text(file.read_text().replace('region "h.0"', text, 1))
-    with pytest.raises(shardc.ShardcError, match=r"cannot read the (region|collective)"):
+    with pytest.raises(shardc.ShardcError, match="cannot read '"):
         shardc.load(tmp_path / "out", trust=True)
 
 

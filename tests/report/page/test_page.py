@@ -201,7 +201,7 @@ def test_messages_are_all_that_a_step_sends() -> None:
     """With equal layers counted as often as there are, every collective of `inspect --comm` belongs to a message."""
     found = shown()
     of_page = totals(
-        ("+".join(m["axes"]), w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
+        ("+".join(m["axes"]), w["direction"], w["kind"], w["count"], w["bytes"])
         for m in found["messages"]
         for w in m["ways"]
         if "buckets" not in m
@@ -212,7 +212,7 @@ def test_messages_are_all_that_a_step_sends() -> None:
     )
     assert of_page == of_program
     buckets = totals(
-        (w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
+        (w["axes"], w["direction"], w["kind"], w["count"], w["bytes"])
         for m in found["messages"]
         if "buckets" in m
         for w in m["ways"]
@@ -235,7 +235,7 @@ def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
         (r.axes, r.direction, r.kind, r.count, r.bytes) for r in comm_rows(p.cost()) if "loss" not in r.cause
     )
     ways = [w for m in found["messages"] for w in m["ways"]]
-    shown_ = totals((w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"]) for w in ways)
+    shown_ = totals((w["axes"], w["direction"], w["kind"], w["count"], w["bytes"]) for w in ways)
     assert shown_ == counted
     gathers = [op for op in found["after"] if op["op"] == "gather_start"]
     assert gathers
@@ -246,7 +246,7 @@ def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
 def test_exposed_time_is_that_of_the_cost() -> None:
     found = shown()
     of_page = sum(w["exposed"] for m in found["messages"] for w in m["ways"] if w["exposed"] is not None)
-    rest = sum(s.exposed for each in cost().spans() for s in each if s.record.tag == "loss")
+    rest = sum(s.exposed for each in cost().streams for s in each.spans if s.record.tag == "loss")
     assert of_page + rest == pytest.approx(sum(sum(r.exposed.values()) for r in cost().ranks))
     assert all(
         w["exposed"] <= w["seconds"] + 1e-12 for m in found["messages"] for w in m["ways"] if w["seconds"] is not None
