@@ -39,11 +39,7 @@ def once_each(make: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(make)
     def result(*args: P.args, **named: P.kwargs) -> T:
-        try:
-            json.dumps((args, named))
-        except TypeError:  # what else there is may be another object in the same place of memory
-            return make(*args, **named)
-        key = repr((args, named))
+        key = json.dumps((args, named))
         if key not in made:
             made[key] = make(*args, **named)
         return made[key]

@@ -227,7 +227,10 @@ def room_for(
             else:
                 state[name] = torch.zeros_like(form, device="cpu" if name == "step" else local.device)
         parts[key] = Part(state[name], tensor.shape) if whole else held.parts(s.param, state[name])[fqn]
-    return {k: {n: _restored(x, state) for n, x in state.items() if "/" not in n} for k, state in states.items()}
+    for key, state in states.items():
+        inside = {n for n in state if "/" in n and n.partition("/")[0] in state}
+        states[key] = {n: _restored(x, state) for n, x in state.items() if n not in inside}
+    return states
 
 
 def _by_param(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -292,9 +295,6 @@ def fill(held: RankState, optimizer: Optimizer, facts: Mapping[str, Any], states
 
 # --- state that is no tensor but holds some, such as Shampoo's list of a tensor for each dim
 
-#: {_TENSOR: name} replaces a tensor in plain values.
-_TENSOR = "tensor"
-
 
 def _flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
     """Split a value into ({name: tensor}, the rest with {"tensor": name} in their places).
@@ -302,7 +302,7 @@ def _flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
     The tensors of a container are named "name/0" and so on. Without tensors: ({}, the value).
     """
     if isinstance(x, Tensor):
-        return {name: x}, {_TENSOR: name}
+        return {name: x}, {"tensor": name}
     items = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
     tensors: dict[str, Tensor] = {}
     rest: list[tuple[Any, Any]] = []
@@ -320,7 +320,7 @@ def _restored(saved: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Rebuild what `_flattened` took apart."""
     if isinstance(saved, Mapping) and len(saved) == 1:
         ((kind, inside),) = saved.items()
-        if kind == _TENSOR and isinstance(inside, str) and inside in tensors:
+        if kind == "tensor" and isinstance(inside, str) and inside in tensors:
             return tensors[inside]
         if kind == "dict" and isinstance(inside, Mapping):
             return {k: _restored(v, tensors) for k, v in inside.items()}

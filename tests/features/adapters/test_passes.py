@@ -88,16 +88,16 @@ KINDS = [
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_equals_one_device(name: str, kind: str) -> None:
-    """LoRA and DoRA on ten families."""
+    """LoRA and DoRA on ten families; A has a gradient from the second step on, and momentum from the third."""
     rest, match, _, dropout = FAMILIES[name]
     adapters = [{"match": match, "kind": kind, "rank": 4, "alpha": 6, "dropout": dropout}]
     program = compiled(name, **rest, adapters=adapters)
-    one = steps(compiled(name, mesh={"dp": 1}, adapters=adapters), name, 5)
+    one = steps(compiled(name, mesh={"dp": 1}, adapters=adapters), name, 3)
     report = program.verify()  # random weights: at the first step B is zero, and so is the gradient of A
     assert report.ok, str(report)
     proof = program.prove()
     assert proof.ok, str(proof)
-    many = steps(program, name, 5)
+    many = steps(program, name, 3)
     floor = 1e-3 * max(float(x.norm()) for n, x in one.grads.items())
     assert all(n.rpartition("lora_")[1] for n in one.grads)
     assert one.grads.keys() == many.grads.keys()
