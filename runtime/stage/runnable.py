@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph
@@ -17,9 +17,9 @@ from shardc.runtime import ops
 from shardc.runtime.compiled import Compiler
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.activation_offload import OffloadedTensors
-from shardc.runtime.stage.bindings import bind
+from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.joint_stage import JointPair, JointStage
-from shardc.runtime.stage.profiler_ranges import Mark
+from shardc.runtime.stage.profiler_ranges import MakeFunction
 
 # fx sets attributes of nodes while it writes a graph's code, and such a node is not found for a moment
 # (fx.Node.__setattr__): other ranks that are threads of this process, and share the program, must not read its graphs
@@ -48,12 +48,14 @@ def _overwrite_caches(graph: fx.Graph, program: Program) -> None:
             node.target = torch.ops.aten.index_copy_.default
 
 
-def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
+def runnable(
+    stage: Stage, device: torch.device, program: Program, make: MakeFunction = bound
+) -> Callable[..., Any]:
     """Make a function without backward of a stage's placeholders; it frees each value after its last use."""
     graph = copy_graph(on_device(stage.graph, device))
     _overwrite_caches(graph, program)
     with WRITING:
-        return fx.GraphModule(nn.Module(), bind(graph))
+        return make(graph, stage.graph)
 
 
 class RunnableStage:
@@ -66,7 +68,7 @@ class RunnableStage:
         device: torch.device,
         copies: OffloadedTensors,
         compiler: Compiler | None,
-        mark: Mark | None = None,
+        make: MakeFunction = bound,
     ) -> None:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
@@ -74,11 +76,21 @@ class RunnableStage:
         self.outputs, self.copied = stage.outputs, outputs.views(stage)
         self.piped = bool(program.axis)
         self.updates = stage.updates if self.piped else tuple(b.name for b in program.buffers if b.updated)
-        module = runnable(stage, device, program)
-        self.run: Callable[..., Any] = mark(module, stage.graph) if mark is not None else module
-        self._stage, self._device, self._copies = stage, device, copies
-        self._compiler, self._mark = compiler, mark
+        self._program, self._stage, self._device, self._copies = program, stage, device, copies
+        self._compiler, self._make = compiler, make
+        self._run: Callable[..., Any] | None = None
         self._joint: JointStage | None = None
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """Its graph as a function without backward, made when it first runs."""
+        if self._run is None:
+            self._run = runnable(self._stage, self._device, self._program, self._make)
+        return self._run
+
+    @run.setter
+    def run(self, instead: Callable[..., Any]) -> None:
+        self._run = instead
 
     @property
     def joint(self) -> JointStage:
@@ -93,7 +105,7 @@ class RunnableStage:
             )
         with WRITING:
             graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
-            self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._mark)
+            self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._make)
         return self._joint
 
 
@@ -111,9 +123,9 @@ def runnable_pair(
     device: torch.device,
     copies: OffloadedTensors,
     compiler: Compiler | None,
-    mark: Mark | None,
+    make: MakeFunction,
 ) -> JointPair:
     """Make a merged pair runnable on a device. stages: those of this rank."""
     graph = on_device(pair.graph, device)
     first, then = program.stages[pair.first], stages[pair.then].joint
-    return JointPair(pair.kind, graph, first, then, copies, compiler, mark)
+    return JointPair(pair.kind, graph, first, then, copies, compiler, make)

@@ -7,13 +7,18 @@ them in its own table, in 0.1 ms; an entry here takes a fifth of that.
     view(f32[8, 4], [32])          remembered: a view f32[32] of the first tensor
     add_(f32[8, 4], f32[8, 4])     remembered: its first tensor
     zeros([8, 4])                  remembered: a new f32[8, 4]
+
+A line of a graph is remembered with all calls that it leads to, so that torch's dispatcher does not run again either:
+
+    linear(f32[8, 16], f32[4, 16])     t of the second tensor; mm of the first one and that; the result of the second
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -27,14 +32,75 @@ _UNKNOWN = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, tor
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 
 
-class KnownOps:
-    """A table of results. key() of a call, then result(), which is None for an unknown call.
+class Known(NamedTuple):
+    """How a call's result is made. several: the type of several outputs; more: any other value that is stored with it.
 
-    remember() adds a result for the next call. `more` is any other value to store with a call.
+    view: the op only makes views.
+    """
+
+    several: type | None
+    makers: list[_Make]
+    more: Any
+    view: bool
+
+    def result(self, tensors: Sequence[Tensor]) -> Any:
+        """Make the result of a call from its tensors."""
+        mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
+        results = [make(tensors, mode) for make in self.makers]
+        return results[0] if self.several is None else self.several(results)
+
+
+class Calls:
+    """The calls that a line of a graph leads to, as they are noted while it runs. tensors: the line's.
+
+    each: (the call, the places of its tensors among those of the line and of earlier results). returned: the type of
+    several outputs, and their places. None if the calls cannot be repeated: one is unknown, or makes a tensor that the
+    line frees.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.each: list[tuple[Known, list[int]]] | None = []
+        self.returned: tuple[type | None, list[int | None]] = None, []
+        self._tensors = [ref(x) for x in tensors]
+        self._made: list[int] = []  # places of tensors that are not views
+
+    def note(self, known: Known | None, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Note a call and its results."""
+        places = [self._place(x) for x in tensors]
+        if known is None or None in places:
+            self.each = None
+        if self.each is None or known is None:
+            return
+        storages = {x.untyped_storage()._cdata for t in self._tensors if (x := t()) is not None}
+        self.each.append((known, [i for i in places if i is not None]))
+        for x in results:
+            self._made += [len(self._tensors)] if x.untyped_storage()._cdata not in storages else []
+            self._tensors.append(ref(x))
+
+    def end(self, result: Any) -> None:
+        """Note what the line returns."""
+        several = type(result) if isinstance(result, (tuple, list)) else None
+        outputs = [result] if several is None else result
+        places = [None if x is None else self._place(x) for x in outputs]
+        unknown = any(i is None and x is not None for i, x in zip(places, outputs, strict=True))
+        if unknown or several not in (None, tuple, list) or not set(self._made) <= set(places):
+            self.each = None
+        self.returned = several, places
+        self._tensors.clear()
+
+    def _place(self, x: Any) -> int | None:
+        return next((i for i, t in enumerate(self._tensors) if t() is x), None)
+
+
+class KnownOps:
+    """A table of results. key() of a call, then find(), which is None for an unknown call.
+
+    remember() adds a result for the next call. lines: by key, what lines of graphs lead to.
     """
 
     def __init__(self) -> None:
-        self._of: dict[Any, tuple[type | None, list[_Make], Any]] = {}
+        self._of: dict[Any, Known] = {}
+        self.lines: dict[Any, Calls] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Return (a value that is equal for calls with equal results, the call's tensors); None for others."""
@@ -52,21 +118,17 @@ class KnownOps:
             parts.append(torch.get_default_dtype())
         return tuple(parts), tensors
 
-    def result(self, key: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any] | None:
-        """Return (the result, `more`) of a known call; None for an unknown one."""
-        if (known := self._of.get(key)) is None:
-            return None
-        several, makers, more = known
-        mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
-        results = [make(tensors, mode) for make in makers]
-        return (results[0] if several is None else several(results)), more
+    def find(self, key: Any) -> Known | None:
+        return self._of.get(key)
 
-    def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
-        """Store the result of a call, if calls on operands of the same sizes have the same result."""
+    def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> Known | None:
+        """Store the result of a call, if calls on operands of the same sizes have the same result, and return it."""
         several = type(result) if isinstance(result, (tuple, list)) else None
         makers = [_maker(x, tensors) for x in ((result,) if several is None else result)]
-        if several in (None, tuple, list) and all(makers):
-            self._of[key] = several, [m for m in makers if m is not None], more
+        if several not in (None, tuple, list) or not all(makers):
+            return None
+        self._of[key] = known = Known(several, [m for m in makers if m is not None], more, key[0].is_view)
+        return known
 
 
 @cache

@@ -12,14 +12,14 @@ parameters, gradients and the optimizer's state.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardc.cost.growth import Growth, places_moved
-from shardc.cost.known_ops import KnownOps
+from shardc.cost.growth import Growth, Moved, places_moved
+from shardc.cost.known_ops import Calls, KnownOps
 from shardc.cost.recorded import HOST
 from shardc.machine.flops import op_of
 from shardc.machine.work import Op, Part, Storage
@@ -75,6 +75,7 @@ class Ledger(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
         self._fusing: list[Op] | None = None
         self._known = known if known is not None else KnownOps()
+        self._line: Calls | None = None  # what a line of a graph leads to, while it runs
         self._growth = growth
 
     def begin(self, name: str) -> Part:
@@ -153,27 +154,55 @@ class Ledger(TorchDispatchMode):
             return _VALUE_READS[func](*args)
         kwargs = kwargs or {}
         call = self._known.key(func, args, kwargs) if self.fake else None
-        known = self._known.result(*call) if call is not None else None
+        known = self._known.find(call[0]) if call is not None else None
         operands = call[1] if call is not None else tensors_in((args, kwargs))
         if known is not None:
-            result, (op, moved) = known
+            result, more = known.result(operands), known.more
         else:
             result = self.call(func, args, kwargs)
-            op = op_of(func, args, kwargs, result)
-            moved = places_moved(func, args, kwargs, result, operands)
+            more = op_of(func, args, kwargs, result), places_moved(func, args, kwargs, result, operands)
             if call is not None:
-                self._known.remember(*call, result, (op, moved))
+                known = self._known.remember(*call, result, more)
+        results = self._called(*more, func.is_view, operands, result)
+        if self._line is not None:
+            self._line.note(known, operands, results)
+        return result
+
+    def _called(self, op: Op | None, moved: Moved, view: bool, operands: Sequence[Tensor], result: Any) -> list[Tensor]:
+        """Record a call; return the tensors in its result."""
         results = tensors_in(result)
         for x in results:
             self.observe(x)
-        if self._growth is not None and self._fusing is None and not func.is_view:
+        if self._growth is not None and self._fusing is None and not view:
             part = self.parts[-1]
             self._growth.called(len(part.work), op, moved, self._stored(operands), self._stored(results))
         if op is not None:
             if op.flops:
                 op = op._replace(of=self.op)
             self.ran(op._replace(again=True) if self.again() else op)
-        return result
+        return results
+
+    def run_line(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a line of a graph: as torch does the first time, then by the calls that it led to. Not for autograd."""
+        call = self._known.key(func, args, kwargs)
+        if call is None or torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        key, tensors = call
+        calls = self._known.lines.get(key)
+        if calls is None:
+            self._line = calls = Calls(tensors)
+            result = func(*args, **kwargs)
+            calls.end(result)
+            self._known.lines[key], self._line = calls, None
+            return result
+        if calls.each is None:
+            return func(*args, **kwargs)
+        for known, places in calls.each:
+            operands = [tensors[i] for i in places]
+            tensors += self._called(*known.more, known.view, operands, known.result(operands))
+        several, returned = calls.returned
+        outputs = [None if i is None else tensors[i] for i in returned]
+        return outputs[0] if several is None else several(outputs)
 
     def _stored(self, tensors: Iterable[Tensor]) -> list[tuple[Storage | None, int]]:
         """Return the storage of each tensor (None if it does not count) and its number of elements."""

@@ -39,6 +39,7 @@ from shardc.runtime.mesh.failed_rank import RankFailedError, cut_off
 from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
+from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.profiler_ranges import with_ranges
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw
@@ -74,7 +75,7 @@ def run(job: Job) -> dict[str, Any]:
             routing=settings.routing,
             nonfinite=settings.nonfinite,
             mesh=mesh,
-            interpreter=functools.partial(Interpreter, mark=with_ranges if settings.trace else None),
+            interpreter=functools.partial(Interpreter, make=with_ranges if settings.trace else bound),
         )
     if job.resume:
         engine.load(saved_in(Path(job.resume)), **job.load)
