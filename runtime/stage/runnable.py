@@ -48,9 +48,7 @@ def _overwrite_caches(graph: fx.Graph, program: Program) -> None:
             node.target = torch.ops.aten.index_copy_.default
 
 
-def runnable(
-    stage: Stage, device: torch.device, program: Program, make: MakeFunction = bound
-) -> Callable[..., Any]:
+def runnable(stage: Stage, device: torch.device, program: Program, make: MakeFunction = bound) -> Callable[..., Any]:
     """Make a function without backward of a stage's placeholders; it frees each value after its last use."""
     graph = copy_graph(on_device(stage.graph, device))
     _overwrite_caches(graph, program)

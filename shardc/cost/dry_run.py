@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from shardc.cost import host_memory
+from shardc.cost.fake_ledger import FakeLedger
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.graph_lines import GraphLines
 from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
-from shardc.cost.ledger import Ledger
 from shardc.cost.recorded import DryRun
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Input, Param
@@ -59,7 +59,7 @@ def dry_run(
 
     known: results of ops from other dry runs. growth: finds the part of ops that grows with rows. options: of Engine.
     """
-    ledger = Ledger(known=known, growth=growth)
+    ledger = FakeLedger(known, growth)
     with fake_mode(of_gpu=not cpu), ledger:
         rank = rank_of(program.mesh, program.axis, coordinate)
         buckets = {f"bucket{i}" for i in range(len(program.buckets))}
@@ -158,7 +158,7 @@ class _Recorded(Interpreter):
 
     compiles = False
 
-    ledger: Ledger
+    ledger: FakeLedger
     buckets: Any
     rng: Rng
     microbatches: int
@@ -272,7 +272,7 @@ class _Engine(Engine):
         super()._update()
 
 
-def _mark_rest(ledger: Ledger, kind: str) -> None:
+def _mark_rest(ledger: FakeLedger, kind: str) -> None:
     """Set the kind of all storages that are still temporaries."""
     for storage in ledger.storages.values():
         if storage.kind == "temporaries":

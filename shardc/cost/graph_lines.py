@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.cost.ledger import Ledger
+from shardc.cost.fake_ledger import FakeLedger
 from shardc.ir.fused_regions import fused_regions, moved
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program
@@ -39,7 +39,7 @@ class GraphLines:
     source: the program's graph that it was made from. Fused regions count as fused kernels.
     """
 
-    def __init__(self, ledger: Ledger, program: Program, graph: fx.Graph, source: fx.Graph) -> None:
+    def __init__(self, ledger: FakeLedger, program: Program, graph: fx.Graph, source: fx.Graph) -> None:
         self._ledger = ledger
         self._inputs = list(graph.find_nodes(op="placeholder"))
         self._returned = graph.output_node().args[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.cost.ledger import Ledger
+from shardc.cost.fake_ledger import FakeLedger
 from shardc.ir.metadata import CommRecord
 from shardc.ir.offload import HOST_LINK, OffloadPlaces
 from shardc.machine.work import Sent, Waited
@@ -32,7 +32,7 @@ def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], 
     return lambda places, mesh: _Offload(places, mesh, host, cpu)
 
 
-def offloaded_tensors(host: Host, ledger: Ledger | None = None) -> type[OffloadedTensors]:
+def offloaded_tensors(host: Host, ledger: FakeLedger | None = None) -> type[OffloadedTensors]:
     """Return the class that offloads activations as on a GPU. ledger: counts copies, of fake tensors."""
 
     class OnHost(OffloadedTensors):

@@ -16,7 +16,6 @@ A line of a graph is remembered with all calls that it leads to, so that torch's
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -62,7 +61,8 @@ class Calls:
         self.each: list[tuple[Known, list[int]]] | None = []
         self.returned: tuple[type | None, list[int | None]] = None, []
         self._tensors = [ref(x) for x in tensors]
-        self._made: list[int] = []  # places of tensors that are not views
+        self._storages = {x.untyped_storage()._cdata for x in tensors}
+        self._made: list[Any] = []  # references to storages that the calls make
 
     def note(self, known: Known | None, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Note a call and its results."""
@@ -71,10 +71,11 @@ class Calls:
             self.each = None
         if self.each is None or known is None:
             return
-        storages = {x.untyped_storage()._cdata for t in self._tensors if (x := t()) is not None}
         self.each.append((known, [i for i in places if i is not None]))
         for x in results:
-            self._made += [len(self._tensors)] if x.untyped_storage()._cdata not in storages else []
+            storage = x.untyped_storage()
+            self._made += [ref(storage)] if storage._cdata not in self._storages else []
+            self._storages.add(storage._cdata)
             self._tensors.append(ref(x))
 
     def end(self, result: Any) -> None:
@@ -83,10 +84,13 @@ class Calls:
         outputs = [result] if several is None else result
         places = [None if x is None else self._place(x) for x in outputs]
         unknown = any(i is None and x is not None for i, x in zip(places, outputs, strict=True))
-        if unknown or several not in (None, tuple, list) or not set(self._made) <= set(places):
+        kept = {x.untyped_storage()._cdata for x in outputs if isinstance(x, Tensor)}
+        freed = any((storage := made()) is None or storage._cdata not in kept for made in self._made)
+        if unknown or freed or several not in (None, tuple, list):
             self.each = None
         self.returned = several, places
         self._tensors.clear()
+        self._made.clear()
 
     def _place(self, x: Any) -> int | None:
         return next((i for i, t in enumerate(self._tensors) if t() is x), None)
@@ -100,13 +104,17 @@ class KnownOps:
 
     def __init__(self) -> None:
         self._of: dict[Any, Known] = {}
+        self._cacheable: dict[int, bool] = {}  # by the number of an op
         self.lines: dict[Any, Calls] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Return (a value that is equal for calls with equal results, the call's tensors); None for others."""
-        if not _cacheable(func):
+        number = id(func)  # an op's own hash is Python code
+        if (cacheable := self._cacheable.get(number)) is None:
+            cacheable = self._cacheable[number] = _cacheable(func)
+        if not cacheable:
             return None
-        parts: list[Any] = [func]
+        parts: list[Any] = [number]
         tensors: list[Tensor] = []
         if not _collect(args, parts, tensors):
             return None
@@ -121,17 +129,16 @@ class KnownOps:
     def find(self, key: Any) -> Known | None:
         return self._of.get(key)
 
-    def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> Known | None:
+    def remember(self, func: Any, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> Known | None:
         """Store the result of a call, if calls on operands of the same sizes have the same result, and return it."""
         several = type(result) if isinstance(result, (tuple, list)) else None
         makers = [_maker(x, tensors) for x in ((result,) if several is None else result)]
         if several not in (None, tuple, list) or not all(makers):
             return None
-        self._of[key] = known = Known(several, [m for m in makers if m is not None], more, key[0].is_view)
+        self._of[key] = known = Known(several, [m for m in makers if m is not None], more, func.is_view)
         return known
 
 
-@cache
 def _cacheable(func: Any) -> bool:
     builtin = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
     return builtin and not any(tag in func.tags for tag in _UNKNOWN)

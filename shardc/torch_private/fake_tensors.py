@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _disable_current_modes,  # turns off all modes
 )
 
@@ -25,6 +26,14 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
     DynamicOutputShapeException,
 )
 SIZE_DEPENDENT: type[Exception] = DynamicOutputShapeException
+
+
+class NotCompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which nothing is compiled: torch need not turn its compiler off in each call, which takes as long."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]

@@ -37,9 +37,9 @@ from shardc.runtime.launch import GAVE_UP, record_errors
 from shardc.runtime.mesh import own_cores
 from shardc.runtime.mesh.failed_rank import RankFailedError, cut_off
 from shardc.runtime.mesh.replicas import ReplicasDifferError
+from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
-from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.profiler_ranges import with_ranges
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw
