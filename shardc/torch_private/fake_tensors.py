@@ -43,13 +43,15 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     attributes: dict[torch.device, dict[str, Any]]
 
 
-def fake_mode(*, of_gpu: bool = False, symbols: bool = True) -> FakeTensorMode:
+def fake_mode(*, of_gpu: bool = False, symbols: bool = True, remembers: bool = True) -> FakeTensorMode:
     """Return a mode whose tensors have no storage. of_gpu: they represent tensors of a GPU.
 
-    symbols: a data-dependent size has a name; otherwise it is an error. The model's own real tensors may mix in.
+    symbols: a data-dependent size has a name; otherwise it is an error. remembers: it keeps results of ops, which takes
+    as long as to compute one. The model's own real tensors may mix in.
     """
     mode = _FakeMode(shape_env=ShapeEnv() if symbols else None, allow_non_fake_inputs=True)
     mode.of_gpu, mode.attributes = of_gpu, {}
+    mode.cache_enabled = mode.cache_enabled and remembers
     return mode
 
 
