@@ -51,8 +51,8 @@ def steps(program: Program, monkeypatch: pytest.MonkeyPatch, at: int = 0) -> lis
     """What a rank does in two steps."""
     made: list[FakeLedger] = []
 
-    def ledger(**options: Any) -> FakeLedger:
-        made.append(FakeLedger(**options))
+    def ledger(*options: Any) -> FakeLedger:
+        made.append(FakeLedger(*options))
         return made[-1]
 
     monkeypatch.setattr(dry_run, "FakeLedger", ledger)
