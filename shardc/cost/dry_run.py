@@ -20,6 +20,7 @@ from shardc.cost import host_memory
 from shardc.cost.fake_ledger import FakeLedger
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.graph_lines import GraphLines
+from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import DryRun
 from shardc.ir.program import Program
@@ -51,13 +52,14 @@ def dry_run(
     *,
     cpu: bool = False,
     known: KnownOps | None = None,
+    growth: Growth | None = None,
     **options: Any,
 ) -> DryRun:
     """Run the second step of a rank, in which the optimizer has its state. cpu: the device is a CPU.
 
-    known: results of ops from other dry runs. options: of Engine.
+    known: results of ops from other dry runs. growth: finds the part of ops that grows with rows. options: of Engine.
     """
-    ledger = FakeLedger(known)
+    ledger = FakeLedger(known, growth)
     with fake_mode(of_gpu=not cpu, remembers=False), ledger:
         rank = rank_of(program.mesh, program.axis, coordinate)
         buckets = {f"bucket{i}" for i in range(len(program.buckets))}
@@ -214,6 +216,7 @@ class _Run(Run):
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
         grads = [p.grad for p in self.interpreter.buckets.given.values() if isinstance(p, Tensor)]
         ledger.mark(grads, "gradients")
+        ledger.mark_fixed_size([*grads, *self.interpreter.buckets.buffers])
         if action.kind == "F":
             _mark_rest(ledger, "activations")
             return

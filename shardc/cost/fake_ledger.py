@@ -5,17 +5,18 @@ An op that has run before is not run again: its results and its record are known
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.cost.growth import Growth, Moved, places_moved
 from shardc.cost.known_ops import Calls, KnownOps
 from shardc.cost.ledger import Ledger, tensors_in
 from shardc.cost.recorded import HOST
 from shardc.machine.flops import op_of
-from shardc.machine.work import Op
+from shardc.machine.work import Op, Part, Storage
 from shardc.torch_private import NotCompiledMode, fake_device
 
 aten = torch.ops.aten
@@ -50,13 +51,19 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
 
 
 class FakeLedger(NotCompiledMode, Ledger):
-    """The ledger of a dry run. known: results of ops."""
+    """The ledger of a dry run. known: results of ops; growth: gets all calls, if the parts that grow are needed."""
 
-    def __init__(self, known: KnownOps | None = None) -> None:
+    def __init__(self, known: KnownOps | None = None, growth: Growth | None = None) -> None:
         super().__init__()
         self._fusing: list[Op] | None = None
         self._known = known if known is not None else KnownOps()
         self._line: Calls | None = None  # what a line of a graph leads to, while it runs
+        self._growth = growth
+
+    def begin(self, name: str) -> Part:
+        if self._growth is not None:
+            self._growth.settle(self.parts[-1])
+        return super().begin(name)
 
     def fuse(self) -> None:
         """Count the following ops without products as one, until `fused`."""
@@ -79,6 +86,12 @@ class FakeLedger(NotCompiledMode, Ledger):
         finally:
             self.kind = before
 
+    def mark_fixed_size(self, tensors: Iterable[Tensor | None]) -> None:
+        """Mark tensors whose size does not grow with a batch's rows, such as gradients of parameters."""
+        for x in tensors:
+            if x is not None:
+                self.storages[x.untyped_storage()._cdata].still = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return fake_device(*args)
@@ -89,14 +102,13 @@ class FakeLedger(NotCompiledMode, Ledger):
         known = self._known.find(call[0]) if call is not None else None
         operands = call[1] if call is not None else tensors_in((args, kwargs))
         if known is not None:
-            result, op = known.result(operands), known.op
+            result, more = known.result(operands), known.more
         else:
             result = _LARGEST.get(func, func)(*args, **kwargs)
-            op = op_of(func, args, kwargs, result)
+            more = op_of(func, args, kwargs, result), places_moved(func, args, kwargs, result, operands)
             if call is not None:
-                known = self._known.remember(*call, result, op)
-        results = tensors_in(result)
-        self.called(op, results)
+                known = self._known.remember(func, *call, result, more)
+        results = self._note(*more, func.is_view, operands, result)
         if self._line is not None:
             self._line.note(known, operands, results)
         return result
@@ -117,12 +129,24 @@ class FakeLedger(NotCompiledMode, Ledger):
         if calls.each is None:
             return func(*args, **kwargs)
         for known, places in calls.each:
-            results = tensors_in(known.result([tensors[i] for i in places]))
-            self.called(known.op, results)
-            tensors += results
+            operands = [tensors[i] for i in places]
+            tensors += self._note(*known.more, known.view, operands, known.result(operands))
         several, returned = calls.returned
         outputs = [None if i is None else tensors[i] for i in returned]
         return outputs[0] if several is None else several(outputs)
 
+    def _note(self, op: Op | None, moved: Moved, view: bool, operands: Sequence[Tensor], result: Any) -> list[Tensor]:
+        """Record a call; return the tensors in its result."""
+        results, part = tensors_in(result), self.parts[-1]
+        at = len(part.work)
+        self.called(op, results)
+        if self._growth is not None and self._fusing is None and not view:
+            self._growth.called(at, op, moved, self._stored(operands), self._stored(results))
+        return results
+
     def ran(self, op: Op) -> None:
         (self.parts[-1].work if self._fusing is None else self._fusing).append(op)
+
+    def _stored(self, tensors: Iterable[Tensor]) -> list[tuple[Storage | None, int]]:
+        """Return the storage of each tensor (None if it does not count) and its number of elements."""
+        return [(self.storages.get(x.untyped_storage()._cdata), x.numel()) for x in tensors]

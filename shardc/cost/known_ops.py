@@ -22,7 +22,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from shardc.machine.work import Op
 from shardc.torch_private import FakeTensor, FakeTensorMode, fake_mode_of, fake_mode_on, fake_result
 
 #: Makes an output of a call from its tensors.
@@ -33,11 +32,15 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 
 class Known(NamedTuple):
-    """How a call's result is made. several: the type of several outputs; op: its record, if it takes time."""
+    """How a call's result is made. several: the type of several outputs; more: any other value that is stored with it.
+
+    view: the op only makes views.
+    """
 
     several: type | None
     makers: list[_Make]
-    op: Op | None
+    more: Any
+    view: bool
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Make the result of a call from its tensors."""
@@ -126,13 +129,13 @@ class KnownOps:
     def find(self, key: Any) -> Known | None:
         return self._of.get(key)
 
-    def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, op: Op | None) -> Known | None:
+    def remember(self, func: Any, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> Known | None:
         """Store the result of a call, if calls on operands of the same sizes have the same result, and return it."""
         several = type(result) if isinstance(result, (tuple, list)) else None
         makers = [_maker(x, tensors) for x in ((result,) if several is None else result)]
         if several not in (None, tuple, list) or not all(makers):
             return None
-        self._of[key] = known = Known(several, [m for m in makers if m is not None], op)
+        self._of[key] = known = Known(several, [m for m in makers if m is not None], more, func.is_view)
         return known
 
 

@@ -13,9 +13,12 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """One storage. op: its producer; shape, dtype: of the first tensor in it. Unset if read from a disk."""
+    """One storage. op: its producer; shape, dtype: of the first tensor in it. Unset if read from a disk.
 
-    __slots__ = ("dtype", "kind", "nbytes", "op", "shape")
+    still: its size does not grow with a batch's rows, for any kind.
+    """
+
+    __slots__ = ("dtype", "kind", "nbytes", "op", "shape", "still")
 
     def __init__(
         self,
@@ -24,8 +27,9 @@ class Storage:
         op: str = "",
         shape: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
+        still: bool = False,
     ) -> None:
-        self.nbytes, self.kind, self.op, self.shape, self.dtype = nbytes, kind, op, shape, dtype
+        self.nbytes, self.kind, self.op, self.shape, self.dtype, self.still = nbytes, kind, op, shape, dtype, still
 
 
 class Op(NamedTuple):
@@ -36,6 +40,9 @@ class Op(NamedTuple):
     program's op that it belongs to, and its result's shape. matrices: (count, rows, columns) of the products' results,
     of attention the scores. attention: it is an attention kernel; masked: flops that such a kernel skips, as a mask
     empties them. aligned: all rows of a product's matrices begin at multiples of this many bytes, 16 at most.
+
+    still: the part of the traffic that does not grow with a batch's rows: weights and their gradients. grows: the index
+    in `matrices` of the number that grows with rows, 0 or 1; None: none does, as rows are summed over.
     """
 
     flops: int
@@ -48,6 +55,8 @@ class Op(NamedTuple):
     masked: int = 0
     name: str = ""
     again: bool = False
+    still: int = 0
+    grows: int | None = 0
     aligned: int = 16
 
     def computed(self, left_out: float = 1.0) -> float:
@@ -55,8 +64,16 @@ class Op(NamedTuple):
         return self.flops - self.masked * left_out
 
     def of_rows(self, times: int) -> Op:
-        """Return about the op in a batch with `times` as many rows: it also reads weights so many times."""
-        return self._replace(flops=self.flops * times, traffic=self.traffic * times, masked=self.masked * times)
+        """Return the op in a batch with `times` as many rows."""
+        moved = self.traffic - self.still
+        if not moved:  # its operands do not grow either
+            return self
+        flops, traffic, masked = self.flops * times, self.still + moved * times, self.masked * times
+        matrices = self.matrices
+        if matrices and self.grows is not None:
+            count, m, n = matrices
+            matrices = (count * times, m, n) if self.grows == 0 else (count, m * times, n)
+        return self._replace(flops=flops, traffic=traffic, matrices=matrices, masked=masked)
 
 
 class Sent(NamedTuple):

@@ -16,12 +16,13 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from shardc.cost.peak_memory import allocations, reserve
-from shardc.cost.recorded import KINDS, DryRun, parts
+from shardc.cost.recorded import DryRun, parts
 from shardc.cost.step import assemble, costs, transfers
 from shardc.layer_names import layer_of
 from shardc.machine.work import Part, Storage
 from shardc.plan.runs import Library, Stages
 from shardc.plan.stage import (
+    BYTES,
     CAUSES,
     FLOPS,
     HIGH,
@@ -207,7 +208,9 @@ def _composed(
         step = timeline.end + max(float(e.sum()) for e in ends)
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
-    kinds = {k: float(n) for k, n in zip(KINDS, peaks[fullest], strict=True) if n > 0}
+    by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
+    by["temporaries"] += by.pop("still")
+    kinds = {k: n for k, n in by.items() if n > 0}
     sent = [{r.axis for _, part in parts_of(run) for r in part.sent if r.bytes} for run in few]
     beside = library.device.outside_bytes(max(map(len, sent)))
     live = [float(v.sum()) for v in peaks]

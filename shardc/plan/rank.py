@@ -28,15 +28,15 @@ from shardc.machine.work import Op
 from shardc.plan.price import balanced, beside_layers
 from shardc.plan.runs import Library, Stages, Weights
 from shardc.plan.space import Choice, Core, casts_kept
-from shardc.plan.stage import CAUSES, HIGH, KINDS, NET, SENT, WHAT, N, Stage, Vector, computing, part_of, typical
+from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, N, Stage, Vector, computing, part_of, typical
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
 
 #: Rows of the microbatches that are priced, from a run of one row; other numbers are interpolated linearly.
 ROWS = (1, 4, 16, 64)
-KIND = {k: i for i, k in enumerate(KINDS)}
+KIND = {k: i for i, k in enumerate(BYTES)}
 #: Kinds of bytes that grow with the rows of a microbatch, and are split with them.
-GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
+GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in BYTES])
 #: Columns of a rank's vector: seconds of a microbatch forward and backward by rows and cause, seconds of once-a-step
 #: work, bytes that forward keeps, bytes of the peak above these, bytes of state, bytes to the next rank, Weights.
 _SIZES = len(ROWS) * len(WHAT), len(ROWS) * len(WHAT), len(ROWS), N, N, N, 1, len(Weights._fields)
@@ -302,7 +302,7 @@ def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
         kept[..., a] -= casts
     kept = np.where(GROW, kept * rows, 0)
     stays[..., p] += np.where(zero == 0, casts, 0)
-    height = np.where(GROW, height * rows, 0)
+    height = np.where(GROW, height * rows, height * (np.arange(N) == KIND["still"]))
     each = (zero > 1) & ~kept_whole
     passing = np.minimum(2 / _buckets(t, smallest, grads), 1) * (grads + np.where(zero == 3, whole, 0))
     kinds = stays + t.alive[..., None] * kept + np.maximum(height, -kept)

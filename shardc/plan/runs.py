@@ -20,6 +20,7 @@ import torch
 
 from shardc.compile import compile as compiled
 from shardc.cost.dry_run import dry_run
+from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import DryRun
 from shardc.errors import ShardcError
@@ -163,7 +164,7 @@ class Runs:
         return compiled(model, example, spec, loss=self.subject.loss, captured=captured, prove=False)
 
     def _dry_run(self, program: Program, coordinate: int) -> DryRun:
-        return dry_run(program, coordinate, assumed(program), cpu=self.cpu, known=self._known_ops)
+        return dry_run(program, coordinate, assumed(program), cpu=self.cpu, known=self._known_ops, growth=Growth())
 
 
 def _weights(program: Program, coordinate: int) -> Weights:

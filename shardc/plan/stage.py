@@ -21,8 +21,9 @@ from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
-#: Number of kinds of bytes.
-N = len(KINDS)
+#: Kinds of bytes; "still": temporaries that do not grow with rows, such as a layer's gradients of weights.
+BYTES = (*KINDS, "still")
+N = len(BYTES)
 #: Causes of a rank's time: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 #: Columns: bytes left behind, bytes at the highest moment, seconds by cause; flops, bytes sent to the next stage, and
@@ -33,7 +34,7 @@ WIDTH = OF_UPDATE + 1
 #: What the first microbatch leaves for the others: gradients, cast weights, weights that stay gathered.
 SHARED = "gradients", "parameters", "gathered"
 _SHARED = [KINDS.index(k) for k in SHARED]
-_KIND = {k: i for i, k in enumerate(KINDS)}
+_KIND, _STILL = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still")
 
 #: Key of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" microbatch).
 Key = tuple[str, str]
@@ -138,7 +139,7 @@ def _memory(part: Part) -> Vector:
     for sign, s in part.changes:
         if s.kind not in KINDS:  # outside of the device
             continue
-        net[_KIND[s.kind]] += sign * s.nbytes
+        net[_STILL if s.still and s.kind == "temporaries" else _KIND[s.kind]] += sign * s.nbytes
         total += sign * s.nbytes
         if total > best:
             best, high = total, net.copy()
