@@ -144,6 +144,11 @@ class Buckets:
 
     # --- gradients
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers in which gradients are added up now."""
+        return [buffer for b in self._all if (buffer := b.buffer) is not None]
+
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Prepare for a backward. first: the step's first on this rank; last: this pipeline stage's last."""
         if first:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from shardc.cost import host_memory
-from shardc.cost.fake_ledger import FakeLedger
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.graph_lines import GraphLines
 from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
+from shardc.cost.ledger import FakeLedger
 from shardc.cost.recorded import DryRun
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Input, Param

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.cost.fake_ledger import FakeLedger
+from shardc.cost.ledger import FakeLedger
 from shardc.ir.fused_regions import fused_regions, moved
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.cost.fake_ledger import FakeLedger
+from shardc.cost.ledger import FakeLedger
 from shardc.ir.metadata import CommRecord
 from shardc.ir.offload import HOST_LINK, OffloadPlaces
 from shardc.machine.work import Sent, Waited

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardc.cost.fake_ledger import FakeLedger
+from shardc.cost.ledger import FakeLedger
 from shardc.features.fp8 import kernel as fp8_kernel
 from shardc.features.fp8 import products as fp8_products
 from shardc.features.fp8 import rounding as fp8

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost import dry_run
-from shardc.cost.fake_ledger import FakeLedger
+from shardc.cost.ledger import FakeLedger
 from shardc.ir.program import Program
 from shardc.machine.work import Op, Part, Sent, Waited
 
