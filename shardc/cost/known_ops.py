@@ -7,17 +7,12 @@ them in its own table, in 0.1 ms; an entry here takes a fifth of that.
     view(f32[8, 4], [32])          remembered: a view f32[32] of the first tensor
     add_(f32[8, 4], f32[8, 4])     remembered: its first tensor
     zeros([8, 4])                  remembered: a new f32[8, 4]
-
-A line of a graph is remembered with all calls that it leads to, so that torch's dispatcher does not run again either:
-
-    linear(f32[8, 16], f32[4, 16])     t of the second tensor; mm of the first one and that; the result of the second
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -49,63 +44,15 @@ class Known(NamedTuple):
         return results[0] if self.several is None else self.several(results)
 
 
-class Calls:
-    """The calls that a line of a graph leads to, as they are noted while it runs. tensors: the line's.
-
-    each: (the call, the places of its tensors among those of the line and of earlier results). returned: the type of
-    several outputs, and their places. None if the calls cannot be repeated: one is unknown, or makes a tensor that the
-    line frees.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.each: list[tuple[Known, list[int]]] | None = []
-        self.returned: tuple[type | None, list[int | None]] = None, []
-        self._tensors = [ref(x) for x in tensors]
-        self._storages = {x.untyped_storage()._cdata for x in tensors}
-        self._made: list[Any] = []  # references to storages that the calls make
-
-    def note(self, known: Known | None, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Note a call and its results."""
-        places = [self._place(x) for x in tensors]
-        if known is None or None in places:
-            self.each = None
-        if self.each is None or known is None:
-            return
-        self.each.append((known, [i for i in places if i is not None]))
-        for x in results:
-            storage = x.untyped_storage()
-            self._made += [ref(storage)] if storage._cdata not in self._storages else []
-            self._storages.add(storage._cdata)
-            self._tensors.append(ref(x))
-
-    def end(self, result: Any) -> None:
-        """Note what the line returns."""
-        several = type(result) if isinstance(result, (tuple, list)) else None
-        outputs = [result] if several is None else result
-        places = [None if x is None else self._place(x) for x in outputs]
-        unknown = any(i is None and x is not None for i, x in zip(places, outputs, strict=True))
-        kept = {x.untyped_storage()._cdata for x in outputs if isinstance(x, Tensor)}
-        freed = any((storage := made()) is None or storage._cdata not in kept for made in self._made)
-        if unknown or freed or several not in (None, tuple, list):
-            self.each = None
-        self.returned = several, places
-        self._tensors.clear()
-        self._made.clear()
-
-    def _place(self, x: Any) -> int | None:
-        return next((i for i, t in enumerate(self._tensors) if t() is x), None)
-
-
 class KnownOps:
     """A table of results. key() of a call, then find(), which is None for an unknown call.
 
-    remember() adds a result for the next call. lines: by key, what lines of graphs lead to.
+    remember() adds a result for the next call.
     """
 
     def __init__(self) -> None:
         self._of: dict[Any, Known] = {}
         self._cacheable: dict[int, bool] = {}  # by the number of an op
-        self.lines: dict[Any, Calls] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Return (a value that is equal for calls with equal results, the call's tensors); None for others."""
@@ -129,14 +76,12 @@ class KnownOps:
     def find(self, key: Any) -> Known | None:
         return self._of.get(key)
 
-    def remember(self, func: Any, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> Known | None:
-        """Store the result of a call, if calls on operands of the same sizes have the same result, and return it."""
+    def remember(self, func: Any, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
+        """Store the result of a call, if calls on operands of the same sizes have the same result."""
         several = type(result) if isinstance(result, (tuple, list)) else None
         makers = [_maker(x, tensors) for x in ((result,) if several is None else result)]
-        if several not in (None, tuple, list) or not all(makers):
-            return None
-        self._of[key] = known = Known(several, [m for m in makers if m is not None], more, func.is_view)
-        return known
+        if several in (None, tuple, list) and all(makers):
+            self._of[key] = Known(several, [m for m in makers if m is not None], more, func.is_view)
 
 
 def _cacheable(func: Any) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardc.cost.growth import Growth, Moved, places_moved
-from shardc.cost.known_ops import Calls, KnownOps
+from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import HOST
 from shardc.machine.flops import op_of
 from shardc.machine.work import Op, Part, Storage
@@ -156,7 +156,6 @@ class FakeLedger(NotCompiledMode, Ledger):
         super().__init__()
         self._fusing: list[Op] | None = None
         self._known = known if known is not None else KnownOps()
-        self._line: Calls | None = None  # what a line of a graph leads to, while it runs
         self._growth = growth
 
     def begin(self, name: str) -> Part:
@@ -206,42 +205,26 @@ class FakeLedger(NotCompiledMode, Ledger):
             result = _LARGEST.get(func, func)(*args, **kwargs)
             more = op_of(func, args, kwargs, result), places_moved(func, args, kwargs, result, operands)
             if call is not None:
-                known = self._known.remember(func, *call, result, more)
-        results = self._note(*more, func.is_view, operands, result)
-        if self._line is not None:
-            self._line.note(known, operands, results)
+                self._known.remember(func, *call, result, more)
+        self._note(*more, func.is_view, operands, result)
         return result
 
     def run_line(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a line of a graph: as torch does the first time, then by the calls that it led to. Not for autograd."""
-        call = self._known.key(func, args, kwargs)
-        if call is None or torch.is_grad_enabled():
+        """Run an op of a graph; a known one without torch's dispatcher, and so without autograd."""
+        call = None if torch.is_grad_enabled() else self._known.key(func, args, kwargs)
+        if call is None or (known := self._known.find(call[0])) is None:
             return func(*args, **kwargs)
-        key, tensors = call
-        calls = self._known.lines.get(key)
-        if calls is None:
-            self._line = calls = Calls(tensors)
-            result = func(*args, **kwargs)
-            calls.end(result)
-            self._known.lines[key], self._line = calls, None
-            return result
-        if calls.each is None:
-            return func(*args, **kwargs)
-        for known, places in calls.each:
-            operands = [tensors[i] for i in places]
-            tensors += self._note(*known.more, known.view, operands, known.result(operands))
-        several, returned = calls.returned
-        outputs = [None if i is None else tensors[i] for i in returned]
-        return outputs[0] if several is None else several(outputs)
+        result = known.result(call[1])
+        self._note(*known.more, known.view, call[1], result)
+        return result
 
-    def _note(self, op: Op | None, moved: Moved, view: bool, operands: Sequence[Tensor], result: Any) -> list[Tensor]:
-        """Record a call; return the tensors in its result."""
+    def _note(self, op: Op | None, moved: Moved, view: bool, operands: Sequence[Tensor], result: Any) -> None:
+        """Record a call."""
         results, part = tensors_in(result), self.parts[-1]
         at = len(part.work)
         self.called(op, results)
         if self._growth is not None and self._fusing is None and not view:
             self._growth.called(at, op, moved, self._stored(operands), self._stored(results))
-        return results
 
     def ran(self, op: Op) -> None:
         (self.parts[-1].work if self._fusing is None else self._fusing).append(op)
