@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from py_mini_racer import MiniRacer
@@ -23,8 +24,8 @@ class Drawing:
         self._context = MiniRacer()
         self._context.eval("globalThis.structuredClone = (x) => x && JSON.parse(JSON.stringify(x))")  # a browser has it
         self._context.eval(f"const DATA = {json.dumps(json.dumps(shown))};")
-        for name in scripts:
-            self._context.eval(read(name))
+        for script in (*map(read, scripts), Path(__file__).with_suffix(".js").read_text()):
+            self._context.eval(script)
 
     def run(self, script: str) -> Any:
         """The value of an expression: a number, a text, or what JSON can hold."""

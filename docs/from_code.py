@@ -82,7 +82,7 @@ PLAN = (
 #: Errors that a user may want to catch: they are ShardcErrors.
 ERRORS = (
     "shardc.runtime.mesh.agreement:DisagreementError",
-    "shardc.runtime.mesh.failed_rank:RankFailedError",
+    "shardc.runtime.mesh.watch:RankFailedError",
     "shardc.runtime.mesh.replicas:ReplicasDifferError",
     "shardc.runtime.stage.not_finite:NotFiniteError",
     "shardc.runtime.stage.op_errors:OutOfMemoryError",

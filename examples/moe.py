@@ -1,6 +1,6 @@
 """A mixture of experts written for shardc.nn.experts: the spec needs `experts: [{match: moe, axis: ep}]`.
 
-docs/how-to/experts.md shows what becomes of it (tests/bench/experts.py).
+docs/how-to/experts.md shows what becomes of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """List the passes in order, each with the reason for its place.
 
-`shardc.compile` runs them. Each is a file or a folder with one `Pass` (base.py). To add one, write it and add a line
+`shardc.compile` runs them. Each is a file or a folder with a `Pass` (base.py). To add one, write it and add a line
 here. runner.py runs the passes; outputs.py decides how ranks hold a step's outputs; dump.py writes the program's text
 after each pass.
 """

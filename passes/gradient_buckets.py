@@ -1,4 +1,4 @@
-"""Group the gradients that ranks sum into buckets, in the order of backward, and shard these (ZeRO)."""
+"""Group the gradients that ranks sum into buckets, in the order of backward; with ZeRO, shard the buckets (ZeRO)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, is_data_axis
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PartialGrad, Shard
 from shardc.ir.program import Program
@@ -34,6 +34,8 @@ _CAST = torch.ops.aten._to_copy.default
 class GradientBuckets(Pass):
     """Moves the reductions of parameters' gradients into buckets, and shards the buckets over a data axis.
 
+    `Data.bucket_bytes` is the size of a bucket.
+
     With several data axes, a bucket is sharded over the innermost axis that does not already split its parameters, and
     replicated over the others. So with `axis: [dp, ep]` experts are sharded over dp, and all else over ep. Without
     `data.axis`, the axes are dp and dp_*, or, without those, the axes of `sequence`.
@@ -41,8 +43,8 @@ class GradientBuckets(Pass):
 
     def _shard_axes(self) -> tuple[str, ...]:
         """Return the axes over which buckets may be sharded, innermost first."""
-        named_dp = tuple(n for n in self.spec.mesh.names if n == "dp" or n.startswith("dp_"))
-        return tuple(reversed(self.spec.data.axis or named_dp or self.spec.sequence_axes))
+        named_dp = tuple(n for n in self.spec.mesh.names if is_data_axis(n))
+        return tuple(reversed(self.spec.data.axis or named_dp or self.spec.token_axes))
 
     def run(self, program: Program) -> Program:
         uses, mesh, zero = _Uses(program), program.mesh, self.spec.data.zero
@@ -127,20 +129,8 @@ class GradientBuckets(Pass):
                 last, filled = len(buckets), 0
                 late = any("[" in a for a in over)
                 keep = zero == 3 and section.keep
-                buckets.append(
-                    Bucket(
-                        over,
-                        dtype,
-                        (),
-                        axis if zero else "",
-                        zero,
-                        compute,
-                        section.prefetch,
-                        p.stages or (0,),
-                        late,
-                        keep,
-                    )
-                )
+                cut = axis if zero else ""
+                buckets.append(Bucket(over, dtype, (), cut, zero, compute, p.stages or (0,), late, keep))
                 filling.append(([], []))
             filling[last][0].append(p.name)
             filling[last][1].extend([] if rounded is None else [rounded])

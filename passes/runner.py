@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,21 +62,6 @@ class Runner:
     def _dump(self, name: str, program: Program) -> None:
         assert self.dump is not None
         self._last = dump(self.dump, len(self.seconds) - 1, name, program, self._last)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Turn Python's cyclic garbage collector off in this context.
-
-    Passes make little garbage, and collections visit all of torch's objects: a tenth of a small model's compile time.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def check_placeholders(graph: fx.Graph, program: Program, *, piped: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardc.errors import ShardcError
@@ -168,10 +169,6 @@ def ignored_hangup(number: int) -> bool:
     return number == signal.SIGHUP and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-class _Interrupt(BaseException):
-    """The launcher got a signal to stop."""
-
-
 def launch(
     command: Sequence[str],
     mesh: Mesh,
@@ -194,17 +191,19 @@ def launch(
     env |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mesh.world)))
     ranks: list[subprocess.Popen[bytes]] = []
-
-    def stop(number: int, _: object) -> None:
-        raise _Interrupt(number)
+    stops: list[int] = []  # signals to stop that came
 
     def pass_on(number: int, _: object) -> None:
         for p in ranks:
             if p.poll() is None:
                 os.kill(p.pid, number)
 
+    def second_signal() -> bool:
+        live.show()
+        return len(stops) > 1
+
     heeded = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not ignored_hangup(s)]
-    before = {s: signal.signal(s, stop) for s in heeded}
+    before = {s: signal.signal(s, lambda number, _: stops.append(number)) for s in heeded}
     before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, pass_on)
     with tempfile.TemporaryDirectory(prefix="shardc-", dir=folder) as reports:
         env[_FOLDER] = reports
@@ -225,57 +224,49 @@ def launch(
                         preexec_fn=_die_with_parent,
                     )
                     ranks.append(p)
-            culprit = _watch(ranks, live)
-            if culprit is None and not any(p.poll() for p in ranks):
+            culprit = _watch(ranks, live, stops)
+            if culprit is None and stops:
+                _signal(ranks, stops[0], patience, second_signal)
+                return 128 + stops[0]
+            if culprit is None:
                 return 0
-            culprit = _first_failed(ranks) if culprit is None else culprit
             live.show(rest=True)
             doing, code = Path(reports) / f"rank{culprit}.doing", ranks[culprit].returncode
             _report(culprit, code, mesh, doing.read_text(errors="replace").rstrip("\0") if doing.exists() else "")
             killed = {"where": f"rank {culprit}", "what": "the process was killed", "fix": ""}
             record_errors(folder or Path(reports), [killed])
             return 2 if code == 2 else 1
-        except _Interrupt as e:
-            with contextlib.suppress(_Interrupt):
-                _signal(ranks, e.args[0], patience)
-            return 128 + int(e.args[0])
         finally:
-            for s in before:
-                signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not leave the ranks half ended
-            live.show(rest=True)
+            live.show(rest=True)  # not what ranks write because they are ended
             _signal(ranks, signal.SIGTERM, GRACE)
             _signal(ranks, signal.SIGKILL, 5.0)
             for s, handler in before.items():
                 signal.signal(s, handler)
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live) -> int | None:
-    """Show lines until a rank fails, or all have ended. Return a rank that is stopped (SIGSTOP, SIGTSTP), else None.
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live, stops: Sequence[int]) -> int | None:
+    """Show lines until all ranks have ended, or one fails or is stopped (SIGSTOP, SIGTSTP); return that one.
 
+    Return None if a signal comes: stops. Ranks that gave up because of a failure may end before the one that failed.
     Stopping all ranks together is intended: it fails only while others run.
     """
-    since: dict[int, float] = {}
-    while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+    failed, since, deadline = list[int](), dict[int, float](), math.inf
+    while not stops and not all(p.poll() == 0 for p in ranks):
         time.sleep(POLL)
         live.show()
         now = time.monotonic()
+        failed += [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
+        if failed:
+            deadline = min(deadline, now + GRACE)
+            killed = [r for r in failed if ranks[r].returncode < 0]
+            culprits = killed or [r for r in failed if ranks[r].returncode != GAVE_UP]
+            if culprits or now > deadline:
+                return (culprits or failed)[0]
         stopped = [r for r, p in enumerate(ranks) if process_state(p.pid)[0] == "T"]
         since = {r: since.get(r, now) for r in stopped} if len(stopped) < len(ranks) else {}
         if since and now - min(since.values()) > STOPPED:
             return min(since, key=lambda r: since[r])
     return None
-
-
-def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Return the rank that failed first. Ranks that gave up because of it may end before it does."""
-    failed, deadline = list[int](), time.monotonic() + GRACE
-    while True:
-        failed += [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
-        killed = [r for r in failed if ranks[r].returncode < 0]
-        culprits = killed or [r for r in failed if ranks[r].returncode != GAVE_UP]
-        if culprits or time.monotonic() > deadline:
-            return (culprits or failed)[0]
-        time.sleep(POLL)
 
 
 def process_state(pid: int) -> tuple[str, int]:
@@ -302,11 +293,13 @@ def _report(rank: int, code: int | None, mesh: Mesh, doing: str) -> None:
     print(f"{line}all ranks were ended", *[f"  fix: {fix}"] * bool(fix), sep="\n", file=sys.stderr, flush=True)
 
 
-def _signal(ranks: list[subprocess.Popen[bytes]], number: int, patience: float) -> None:
-    """Signal each rank and its processes, and wait until the ranks are gone, at most `patience` seconds."""
+def _signal(
+    ranks: list[subprocess.Popen[bytes]], number: int, patience: float, enough: Callable[[], bool] = lambda: False
+) -> None:
+    """Signal each rank and its processes; wait until they are gone, at most `patience` seconds or until `enough`."""
     for p in ranks:
         with contextlib.suppress(ProcessLookupError):  # its session is empty
             os.killpg(p.pid, number)
     deadline = time.monotonic() + patience
-    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline and not enough():
         time.sleep(POLL)

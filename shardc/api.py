@@ -201,9 +201,7 @@ def load(folder: str | Path, *, trust: bool = False, as_compiled: bool = False) 
     would not have written; all damaged files at once.
     """
     program = Program.of(artifact.read(folder, trust=trust))
-    if not as_compiled and os.environ.get("RANK", "0") == "0":
-        fault, _ = model_source.stale(program.meta)
-        if fault:
-            fix = "compile it again, or say that it is meant so: shardc.load(folder, as_compiled=True)"
-            print(f"note: {folder}: {fault}; {fix}", file=sys.stderr, flush=True)
+    if not as_compiled and os.environ.get("RANK", "0") == "0" and (fault := model_source.stale(program.meta)):
+        fix = "compile it again, or say that it is meant so: shardc.load(folder, as_compiled=True)"
+        print(f"note: {folder}: {fault}; {fix}", file=sys.stderr, flush=True)
     return program

@@ -25,10 +25,10 @@ from shardc.artifact import model_source
 from shardc.call_arguments import checked
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
+from shardc.collector import uncollected
 from shardc.cost.measured.device_file import of_spec
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import OtherForward
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner, with_features
 from shardc.passes.annotate import model_plan
@@ -40,7 +40,7 @@ from shardc.torch_private import quick_walks
 
 
 @checked("shardc.compile")
-@runner.uncollected()
+@uncollected()
 @quick_walks()
 def compile(
     model: nn.Module,
@@ -103,6 +103,7 @@ def compile(
         # no record of what a checkpoint trained: it was captured with the loss, in training mode
         program = replace(program, eval_mode=False, recorded=lambda: None, notes=(*program.notes, *notes))
 
+    program = replace(program, spec=spec)
     for entry in with_features(PIPELINE):
         compiler_pass = entry.make(spec, options)
         if compiler_pass.applies(program):
@@ -118,9 +119,6 @@ def compile(
         meta["spec"] = {"file": spec.file, "text": spec.text}
     program = replace(
         program,
-        spec=spec,
-        loss_scale=spec.precision.loss_scale,
-        offload=OffloadPlaces(**spec.data.offload.model_dump(), page_mb=spec.data.bucket_bytes() / 2**20),
         resize=recompile.Resizer.of(model, loss, compile, forward, batch),
         origins=model_source.origins(model, forward if callable(forward) else loss),
         meta=meta,

@@ -18,6 +18,7 @@ from shardc.errors import ShardcError
 FEATURES = {
     "matrices": ("optimizer",),
     "adapters": ("adapters", "freeze"),
+    "sequence": ("sequence",),
     "fp8": ("precision.products",),
     "reshard": (),
     "generation": (),

@@ -94,7 +94,7 @@ class Resizer:
     def _recompile(self, program: Program, batch: Any, shapes: Shapes, use: Use) -> Program:
         again = use == "as compiled"
         model, changed = self.build(), batch_sizes.sizes_text(program, shapes)
-        if model is None or program.spec is None:
+        if model is None:
             sizes = f"the batch has other sizes than the program was compiled for ({changed})"
             why = SCORES if use == "score" else sizes if changed else OTHERWISE
             raise ShardcError(

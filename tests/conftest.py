@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import once
 from tests.proven import prove_all
 from tests.shares import Recorder, take_shares
 
@@ -74,6 +76,8 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def nothing_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What this machine's user has measured and planned (`~/.cache/shardc`) is not read, nor written."""
+    base = tmp_path_factory.getbasetemp()
+    once.FOLDER = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -33,6 +33,8 @@ from tests import zoo
 
 Property = Callable[[str, object], None]  # what pytest's `record_property` is
 RTOL = 1e-12
+#: Causes of the collectives of gradient buckets.
+OF_BUCKETS = ("gradients, in buckets", "updated parameters")
 SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A", "send_recv": "SR"}
 
 
@@ -91,11 +93,7 @@ def assert_equal(sim: Simulation, loss: Tensor, grads: dict[str, Tensor], rtol: 
 
 def collectives(sim: Simulation, direction: str, axis: str = "tp") -> dict[str, int]:
     """Kind -> count on one axis, without gradient buckets."""
-    found = [
-        c.kind
-        for c in sim.comms
-        if c.direction == direction and c.axis == axis and not c.cause.startswith("gradients of")
-    ]
+    found = [c.kind for c in sim.comms if c.direction == direction and c.axis == axis and c.cause not in OF_BUCKETS]
     return dict(collections.Counter(found))
 
 
@@ -149,9 +147,7 @@ def _lies(node: fx.Node, axis: str) -> Placement | None:
 def record(record_property: Property, model: str, mesh: str, one: Reference, program: Program, sim: Simulation) -> None:
     """Leave a row for docs/measured/models.md in the test's report (tests/bench/models.py reads it)."""
     of_loss, of_grads = differences(sim, one.loss, one.grads)
-    sent = collections.Counter(
-        (c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if not c.cause.startswith("gradients of")
-    )
+    sent = collections.Counter((c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if c.cause not in OF_BUCKETS)
     row = {
         "model": model,
         "mesh": mesh,

@@ -25,6 +25,7 @@ from shardc.passes.joint import with_joint_graphs
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.rng import Rng
+from shardc.spec import Spec
 from shardc.spec.step_sections import Execution
 
 B, K, H, N = 8, 6, 12, 4
@@ -148,7 +149,8 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
     old, part = call("old", aten.mul.Tensor, given["running"], 0.9), call("part", aten.mul.Tensor, m, 0.1)
     graph.output((loss, (call("new", aten.add.Tensor, old, part),)))
     buckets = (Bucket(("dp",), dtype, ("scale", "down_weight")), Bucket(("dp",), dtype, ("up_bias", "up_weight")))
-    made = Program(mesh, graph, params, buffers, inputs, (Stage(graph),), buckets)
+    spec = Spec.load({"shardc": 1, "mesh": dict(mesh.axes)})
+    made = Program(mesh, graph, params, buffers, inputs, (Stage(graph),), buckets, spec=spec)
     stored = (*params, *buffers, *inputs)
     for x in stored:
         given[x.name].meta["value"] = x.value

@@ -22,6 +22,7 @@ from shardc.ir.stage import Stage
 from shardc.ir.stored import Bucket, Buffer, Input, Param
 from shardc.ir.type_text import parse
 from shardc.runtime import ops
+from shardc.spec import Spec
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 aten = torch.ops.aten
@@ -149,6 +150,7 @@ def program() -> Program:
         INPUTS,
         (Stage(_graph(_local, layouts=True)),),
         buckets,
+        spec=Spec.load({"shardc": 1, "mesh": dict(MESH.axes)}),
         notes=notes,
         meta={"model": "MLP"},
     )

@@ -184,7 +184,7 @@ def _stepped(program: Program, model: Any, batch: Any, mesh: _Measured, steps: i
         engine = Engine(
             program,
             model,
-            partial(adamw, fused=not program.offload.used),
+            partial(adamw, fused=not program.spec.data.offload.used),
             mesh=mesh,
             interpreter=partial(Interpreter, offloaded=host_memory.offloaded_tensors(live.host)),
             offload=host_memory.offload(live.host),

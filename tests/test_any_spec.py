@@ -325,7 +325,8 @@ def resharded(old: Program, new: Program, model: nn.Module, batch: Any) -> None:
 
 def own_loop(program: Program, model: nn.Module, batch: Any, want: Simulation) -> None:
     """A loop of the user's own around the module trains as the engine does."""
-    if program.microbatches > 1 or program.axis or program.loss_scale is not None or program.offload.used:
+    scaled = program.spec.precision.loss_scale is not None
+    if program.microbatches > 1 or program.axis or scaled or program.spec.data.offload.used:
         return
 
     def work(mesh: LoopbackMesh) -> tuple[Tensor, dict[str, Tensor]]:

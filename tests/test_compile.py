@@ -11,6 +11,7 @@ import torch
 import shardc
 from shardc.artifact import emit
 from tests import zoo
+from tests.bench import shapes
 from tests.test_equal import spec_of
 
 
@@ -28,17 +29,8 @@ def test_a_70b_model_compiles_from_the_meta_device_whatever_the_number_of_ranks(
     """Layers of Llama-70B's shape on 32 ranks and on 4,096: one program of one rank, of the same size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=32,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        use_cache=False,
-    )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(LlamaConfig(**shapes.llama("70B", num_hidden_layers=32)))
         batch = {k: torch.zeros(512, 4096, dtype=torch.long) for k in ("input_ids", "labels")}
     sizes = []
     for dp in (4, 512):

@@ -9,8 +9,7 @@ weights.py       `shard`: patterns and style words        inputs.py        `batc
 model_plan.py    `use: model`: the plan of the model      activations.py   `activations`: pins
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
 padding.py       `uneven: pad`                            outputs.py       `outputs`: the layouts of outputs
-sequence.py      `sequence`: the dim of inputs, and the method of attention; attention_bands.py: which keys rows see;
-                  causal_convs.py: convolutions that may stay split
+attention_bands.py   which keys each row of attention sees
 
 weight_roles.py   the meaning of `column`, `row`, `vocab`   kv_heads.py        key-value heads that ranks share
 propagate_split.py   what else is split with a value        indivisible.py     errors for sizes that ranks do not divide
@@ -33,12 +32,10 @@ from shardc.ir.program import Program
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
-from shardc.passes.annotate.causal_convs import use_conv1d
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.inputs import disagreements, input_layouts, row_axes, with_microbatch_axis
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.outputs import wanted_outputs
-from shardc.passes.annotate.sequence import mark_methods, split_ids
 from shardc.passes.annotate.weights import Weights
 from shardc.passes.base import Pass
 from shardc.passes.pipeline import stage_spec
@@ -60,7 +57,6 @@ class Annotate(Pass):
         shared, running = kv_heads.shared(program.graph), self.options.compatible_with
         mesh = _refined(spec, shared, running)
         use_bands(spec, program)
-        use_conv1d(spec, program)
         errors, notes = Errors(), list[str]()
         weights = Weights(spec, program, mesh, shared)
         program, layouts = self._split_weights(spec, program, weights, errors, notes)
@@ -74,8 +70,6 @@ class Annotate(Pass):
         outputs = wanted_outputs(spec, program.outputs, mesh, errors, notes, all_named=self.options.forward is True)
         if isinstance(self.options.forward, OtherForward):
             outputs = self.options.forward.outputs(outputs)
-        mark_methods(spec, program, mesh, _weight_axes(spec), errors)
-        split_ids(spec, program, mesh, layouts)
         errors.raise_any()
         if running is not None:  # how it splits parameters and buffers
             fixed = {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in running.params_and_buffers if x.fqn}
@@ -109,7 +103,7 @@ class Annotate(Pass):
 def _refined(spec: Spec, shared: Mapping[fx.Node, kv_heads.Shared], running: Program | None) -> Mesh:
     """Return the mesh with the digits that shared key-value heads need; those of `running` if it has any."""
     mesh = spec.mesh
-    for axis in sorted(_weight_axes(spec)):
+    for axis in sorted(weight_axes(spec)):
         if running is not None and len(digits := running.mesh.digits(axis)) > 1:
             mesh = mesh.refine(axis, *map(running.mesh.size, digits[:-1]))
         else:
@@ -117,7 +111,7 @@ def _refined(spec: Spec, shared: Mapping[fx.Node, kv_heads.Shared], running: Pro
     return mesh
 
 
-def _weight_axes(spec: Spec) -> set[str]:
+def weight_axes(spec: Spec) -> set[str]:
     """Return the axes that `shard` splits weights over."""
 
     def axes(rule: ShardRule) -> set[str]:

@@ -61,7 +61,7 @@ def use_bands(spec: Spec, program: Program) -> None:
     for node in program.graph.nodes:
         facts[node] = _fact_of(node, facts) if node.op == "call_function" else None
         if node.target in OPS:
-            _use_band(program.graph, node, facts, causal_only=spec.sequence_ranks == 1)
+            _use_band(program.graph, node, facts, causal_only=spec.token_ranks == 1)
     for node in reversed(list(program.graph.nodes)):
         if node in facts and isinstance(facts[node], _Fact) and not node.users:
             program.graph.erase_node(node)
@@ -84,7 +84,7 @@ def _use_band(graph: fx.Graph, node: fx.Node, facts: dict[fx.Node, _Fact | None]
     rows, keys = call.operands[0].shape[-2], call.operands[1].shape[-2]
     if value_of(mask).shape[-2:] != (rows, keys):
         return
-    p, scale, grouped = call.arg(4, "dropout_p", 0.0), call.arg(6, "scale"), call.arg(7, "enable_gqa", False)
+    p, scale, grouped = call.arg("dropout_p", call.arg("p")), call.arg("scale"), call.arg("enable_gqa")
     rng, index = (node.args[8], node.args[9]) if node.target is OPS[1] else (None, 0)
     without_mask = band.exact and not p
     causal = without_mask and (band.low, band.high) == (None, 0) and rows == keys

@@ -14,7 +14,6 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
-from shardc.passes.annotate.sequence import split_sequence
 from shardc.passes.annotate.spec_layouts import check_fits, layout_of
 from shardc.spec import DimShard, Spec
 
@@ -59,7 +58,7 @@ def row_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[
 def _rows(spec: Spec, program: Program) -> dict[str, tuple[int, int]]:
     """Return (dim, size) of the rows of each input that has rows, by its name."""
     dims = ((x, _batch_dim(spec, program, x)) for x in program.inputs)
-    return {_input_name(x): (d, x.shape[d]) for x, d in dims if d is not None and d < len(x.shape)}
+    return {input_name(x): (d, x.shape[d]) for x, d in dims if d is not None and d < len(x.shape)}
 
 
 def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
@@ -69,7 +68,7 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
     """
 
     def named(x: Input) -> int | None:
-        return next((d for pattern, d in spec.batch.dims.items() if match(pattern, _input_name(x))), 0)
+        return next((d for pattern, d in spec.batch.dims.items() if match(pattern, input_name(x))), 0)
 
     def rows(x: Input) -> int:
         return x.shape[d] if (d := named(x)) is not None and d < len(x.shape) else 0
@@ -83,7 +82,7 @@ def disagreements(spec: Spec, program: Program, without_rows: bool = False) -> d
     It has an error only if exactly one of its other dims has that size, as in positions of shape [3, rows, length].
     without_rows: it also has one if none of its dims has that size, as in a table of positions that all rows share.
     """
-    rows, shapes = _rows(spec, program), {_input_name(x): x.shape for x in program.inputs}
+    rows, shapes = _rows(spec, program), {input_name(x): x.shape for x in program.inputs}
     counts = [n for _, n in rows.values()]
     most = max(counts, key=lambda n: (counts.count(n), n), default=0)
 
@@ -112,12 +111,12 @@ def _axis_place(spec: Spec, axis: str) -> str:
 
 
 def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[str, Layout]:
-    """Return the layouts of inputs: rows over the batch's axes, tokens over the sequence's. Adds their causes to nodes.
+    """Return the layouts of inputs: rows over the batch's axes. Adds their causes to nodes.
 
     Raises ShardcError for all patterns that match no input, and for all sizes that ranks do not divide.
     """
     errors = Errors()
-    names = {x.name: _input_name(x) for x in program.inputs}
+    names = {x.name: input_name(x) for x in program.inputs}
     for key, patterns in (("dims", spec.batch.dims), ("pad", spec.batch.pad)):
         for pattern in patterns:
             if pattern != "*" and not any(match(pattern, n) for n in names.values()):
@@ -129,10 +128,6 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
             fix = "compile with a global batch of the size of a step"
             errors.add(f"input {name!r} has no rows (dim {dim})", where=spec.where(("batch",)), fix=fix)
     layouts = _split_rows(spec, program, mesh, axes, names, errors)
-    nodes = placeholders(program.graph)
-    for placeholder, why in split_sequence(spec, program, mesh, names, layouts, errors).items():
-        causes = nodes[placeholder].meta.setdefault("cause", {})
-        causes |= dict.fromkeys(mesh.digits(*spec.sequence_axes), why)
     errors.raise_any()
     return layouts
 
@@ -173,6 +168,6 @@ def _split_rows(
     return layouts
 
 
-def _input_name(x: Input) -> str:
+def input_name(x: Input) -> str:
     """Return an input's name as a user writes it: its path in the batch, such as `mask` or `0.mask`."""
     return ".".join(map(str, x.path)) or x.name

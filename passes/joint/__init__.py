@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
 
+from shardc.collector import uncollected
 from shardc.errors import ShardcError
 from shardc.ir.graph import producer_of
 from shardc.ir.program import Program
@@ -37,7 +38,6 @@ from shardc.passes.joint.pair import pairs_of
 from shardc.passes.joint.saved import types_of
 from shardc.passes.joint.seconds import Seconds
 from shardc.passes.joint.write import Writer
-from shardc.passes.runner import uncollected
 from shardc.runtime import ops
 from shardc.runtime.zero.trained_params import backward_roots
 from shardc.spec.step_sections import Execution

@@ -42,6 +42,8 @@ aten = torch.ops.aten
 
 #: Bytes of memory traffic that a region has to save; below that, compiling and calling it costs more.
 LEAST_SAVED = 1 << 16
+#: Lines of the smallest region, without those that share memory.
+LEAST_LINES = 2
 #: A value is small compared to one with this many times its bytes.
 SMALL = 16
 #: Lines of the largest region: compilers take long for more lines, and gain little.
@@ -55,8 +57,8 @@ _KERNELS = {
     *PRODUCTS,
     *(aten.bmm.default, aten.baddbmm.default, aten.convolution.default, aten.convolution_backward.default),
 }
-#: Lines that may come before an open region: copies of weights that later microbatches use too; one of several
-#: results of a line that no compiler takes.
+#: Lines that may come before an open region: copies of weights that later microbatches use too; the `getitem` that
+#: picks a result of an op outside of the region.
 _BEFORE = {ops.cast_once, operator.getitem}
 #: When compiled, these ops add with atomic instructions, in an unknown order: ranks that compute the same would
 #: drift apart.
@@ -159,7 +161,7 @@ class _Cut:
         return [*lines, *(n for n in window if n.target is ops.accumulate)]
 
     def _gains(self, lines: Sequence[fx.Node]) -> bool:
-        if sum(not shares_memory(n) for n in lines) < 2:
+        if sum(not shares_memory(n) for n in lines) < LEAST_LINES:
             return False
         region = region_of(0, lines)
         one_by_one, together = moved(region, fuses, self._sizes.bytes_of, shares_memory)

@@ -105,7 +105,7 @@ class SentPart:
 
 
 def _part(program: Program, b: Bucket) -> SentPart:
-    away = "parameters" in program.offload.used
+    away = "parameters" in program.spec.data.offload.used
     dtype = b.compute or program.params_by_name[b.params[0]].dtype
     copied = away or b.compute is not None
     return SentPart(Flat.of(program, b).part * dtype.itemsize if copied else 0, away)

@@ -249,7 +249,8 @@ class LineClock(Clock):
         """Run a line. If it begins a bucket's sum, wait for the sum before (shardc.runtime.zero.buckets)."""
         if line.waits >= 0:
             self.wait(line.waits)
-        self.compute(line.seconds)
+        if line.seconds:
+            self.compute(line.seconds)
         if line.sent is not None:
             self.send(line.sent)
         if line.settles:

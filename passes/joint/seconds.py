@@ -17,8 +17,7 @@ from torch import Tensor, fx
 from shardc.artifact.emit import target_text
 from shardc.ir.graph import is_call, map_value, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import CommRecord, Value
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK, CommRecord, Value
 from shardc.ir.program import Program
 from shardc.ir.stage import mesh_or_rng
 from shardc.machine.assumed import ASSUMED

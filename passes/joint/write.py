@@ -18,8 +18,7 @@ from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.graph import is_call, producer_of, source_of
-from shardc.ir.metadata import Collective, Value
-from shardc.ir.offload import HostCopy
+from shardc.ir.metadata import Collective, HostCopy, Value
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.types import op_name
@@ -470,13 +469,11 @@ class Writer:
 
     def _begin_gathers_early(self) -> None:
         """Gather the next buckets while one is used, together with a few small ones, such as those of biases."""
-        buckets = {f"bucket{i}": b for i, b in enumerate(self._program.buckets)}
+        prefetch = self._program.spec.data.prefetch
         sizes = [sum(v.nbytes() for v in first.meta["value"]) for _, first, _ in self._gathers]
         started: set[int] = set()
-        for k, (n, _, wait) in enumerate(self._gathers):
-            start: Any = n.args[0]
-            prefetch, room = buckets[start.args[1]].prefetch, sizes[k] // _SMALL
-            counted, after = 0, wait
+        for k, (_, _, wait) in enumerate(self._gathers):
+            room, counted, after = sizes[k] // _SMALL, 0, wait
             for j in range(k + 1, len(self._gathers)) if prefetch else ():
                 if sizes[j] <= room:
                     room -= sizes[j]

@@ -274,7 +274,7 @@ class LocalProgram:
             node.op == "call_function"
             and len(operands_of(node)) == 1
             and (rule := registry.find(node.target))
-            and rule.linear == ((0,),)
+            and rule.linear == "0"
             and not enlarges(node)
         ):
             (node,) = operands_of(node)

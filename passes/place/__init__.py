@@ -5,7 +5,6 @@ and inputs get their layouts. Partition then inserts the conversions that the ch
 
 one_axis        chooses strategies on one axis, greedily
 storing         moves conversions to parameters and buffers; writes strategies and their causes to nodes
-scans           splits by another dim those ops that need all tokens of a split sequence
 refuse          refuses *pins* (annotated activations) and other annotated splits that could not be carried out
 transfer_cost   prices conversions and repeated work
 """
@@ -18,9 +17,10 @@ from typing import Any
 from shardc.ir.graph import calls, copy_graph, operands_of, producer_of
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
+from shardc.optional import registered
 from shardc.passes import outputs
 from shardc.passes.base import Pass
-from shardc.passes.place import scans, storing
+from shardc.passes.place import storing
 from shardc.passes.place.one_axis import Axis
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.rules.core.choices import Choices, choices_of
@@ -46,17 +46,17 @@ class Place(Pass):
         for node in program.graph.nodes:
             node.meta["strategies"] = {}
         batch_axes, running = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
-        token_axes = set(mesh.digits(*self.spec.sequence_axes))
+        token_axes = set(mesh.digits(*self.spec.token_axes))
         # Axes that split inputs come first: they can pad a dim only if no other axis splits it yet; annotations may
-        # split it further. Within both groups, axes of a sequence come last: `scans` may split rows further by them.
+        # split it further. Within both groups, axes of tokens come last: rows may be split further by them.
         input_axes = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in input_axes, a[0] in token_axes)):
             if n == 1:
                 continue
             kept = {p.name: p.layout[axis] for p in running.params} if running is not None else {}
             chosen = Axis(program, axis, n, mesh, choices, operands, axis in batch_axes, kept).choose()
-            if axis in token_axes:
-                chosen, notes = scans.split_by_other_dims(chosen, token_axes)
+            for improve in registered("passes", "improve_placement") if axis in token_axes else ():
+                chosen, notes = improve(chosen, token_axes)
                 program = replace(program, notes=(*program.notes, *notes))
             storing.write(chosen)
             layouts = {p.name: p.layout for p in program.stored}
@@ -70,4 +70,4 @@ class Place(Pass):
 
 def _without_partial_sums(choices: Choices) -> Choices:
     """Return the choices without those that take partial sums: rounding is not linear."""
-    return replace(choices, rule=replace(choices.rule, linear=(), linear_of=None))
+    return replace(choices, rule=replace(choices.rule, linear=""))

@@ -18,7 +18,7 @@ from shardc.machine.assumed import LARGE
 from shardc.optional import table
 from shardc.passes.annotate.propagate_split import origins
 from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, UNDO, Prices
-from shardc.rules import attention_methods, softmax
+from shardc.rules import softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.core import reduce_parts
 from shardc.rules.core.along_split_dim import ALONG_SPLIT_DIM
@@ -75,7 +75,7 @@ class Axis:
     splits_batch: bool = False
     #: Placements that parameters must keep, by name (Options.compatible_with: a program that already runs).
     running: Mapping[str, Placement] = field(default_factory=dict)
-    #: Strategies that shardc.passes.place.scans has fixed, for regions of ops.
+    #: Strategies that are fixed, for regions of ops (shardc.features.sequence.scans).
     decided: Mapping[fx.Node, Strategy] = field(default_factory=dict)
     #: Outputs that are summed after the step, on this axis.
     summed_after: set[fx.Node] = field(default_factory=set)
@@ -207,11 +207,11 @@ class Axis:
             yield self.decided[node]
             return
         choices = self.choices[node]
-        if (method := node.meta.get("method", {}).get(self.name)) is not None:
+        if (method := node.meta.get("method", {}).get(self.name)) is not None:  # of shardc.features.sequence
             available = [self.available[o] for o in operands]
-            if attention_methods.over_sequence(choices, available):
-                room = attention_methods.Room(partial(self.taken, (node, 0)), partial(self.fits, node))
-                yield from attention_methods.candidates(method, choices, self.n, available, room)
+            if method.applies(choices, available):
+                room = partial(self.taken, (node, 0)), partial(self.fits, node)
+                yield from method.candidates(choices, self.n, available, *room)
                 return
         if any(o[0] in self.shared_heads for o in operands) and node not in self.shared_heads:
             # ranks that share key-value heads each compute them whole: a split would have to be gathered

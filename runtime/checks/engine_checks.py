@@ -95,7 +95,8 @@ class EngineChecks(Checks):
         return self._once.engine_step()
 
     def updated(self) -> None:
-        if self._check_every and self._model.rng.step % self._check_every == 0 and not self._program.offload.used:
+        offloads = self._program.spec.data.offload.used
+        if self._check_every and self._model.rng.step % self._check_every == 0 and not offloads:
             self._compare_copies("a step", self._optimizer)
 
     def saving(self, optimizer: Optimizer | None) -> None:

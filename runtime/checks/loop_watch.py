@@ -2,13 +2,13 @@
 
 The optimizer must do on parts what it does on wholes (shardc.runtime.zero.optimizer_check).
 
-    loss = module(**part); (loss * weight).backward()      the loss is the whole batch's: so is its gradient
-    optimizer.step()                                       replicas stay the same by equal learning rates
+    loss = module(**part); (loss * weight).backward()      all ranks have one loss, so they must pass one gradient to it
+    optimizer.step()                                       replicas stay equal only with equal learning rates
 
-Both are recorded as they happen, and compared in the next forward, by the sum that compares the batch; after the last
-one, when the module is saved. An optimizer may also step parameters of no module, such as those of a probe on
-`module.local(batch)`: nobody sums their gradients over ranks. They are checked once, after the first step: if they were
-equal on all ranks before it and differ after it, they drift.
+Both are recorded as they happen, and compared over ranks in the next forward, in the message that compares the batch;
+those of the last step when the module is saved. An optimizer may also step parameters of no module, such as those of a
+probe on `module.local(batch)`: nobody sums their gradients over ranks. They are checked once, after the first step: if
+they were equal on all ranks before it and differ after it, they drift.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LoopWatch:
         self._settings: list[object] = []
         self._others: list[tuple[str, list[Tensor], int]] = []  # (optimizer, its parameters of no module, their hash)
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
-        self._forwards: int | None = 0  # so far; None: the module's parameters are trained, so there is no error
+        self._forwards: int | None = 0  # in training; None: an optimizer has stepped the module
         fix = "save with module.save(folder, optimizer) on all ranks, and load with module.load(folder, optimizer)"
         self._marks = OptimizerMarks(program, mesh, params, shards, fix)
         observe(self)

@@ -98,7 +98,7 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
     now = dict(model.named_parameters(remove_duplicate=False))
     errors = Errors()
     notes: Notes = {}
-    casts = not built and program.spec is not None and program.spec.precision.params is None
+    casts = not built and program.spec.precision.params is None
     owners: dict[int, str] = {}  # id of a tensor -> the program's parameter that holds it
     for p, fqn in ((x, n) for x in program.params for n in x.shapes if n in now):
         trains, dtype = now[fqn].requires_grad, now[fqn].dtype

@@ -221,7 +221,7 @@ def _kind(path: Path) -> str:
 
 def batch_dims(program: Program) -> dict[str, int | None]:
     """Return {input: its batch dim, None if it has none}, by the spec's `batch: {dims: ...}`; default 0."""
-    patterns = program.spec.batch.dims if program.spec is not None else {}
+    patterns = program.spec.batch.dims
 
     def dim(x: Input) -> int | None:
         name = name_of(x.path) if x.path else x.name

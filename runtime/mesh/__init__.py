@@ -8,11 +8,10 @@
     agreement     consistency checks of what all ranks must share; replicas: consistency checks of copies of weights
     local_device  which device of its machine a rank uses; own_cores: on a CPU, which of its cores
     presence      joins this process to its world early: where ranks meet, which are there
-    activity      records what a rank is doing; watch: names the rank that keeps the others waiting
-    failed_rank   passes an error of one rank to all others
+    activity      records what a rank is doing
+    watch         names the rank that keeps the others waiting, and passes an error of one rank to all others
     waits         measures how long a rank waits for its collectives
     processes     which ranks of this machine have ended or are stopped
-    inherited     closes connections in forked processes
     allocator     what the C library does with freed memory on a CPU
 
 A program does not depend on the kind of mesh. Collectives return new tensors and never change their argument.

@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch.distributed.distributed_c10d as c10d
 
-from shardc.ir.source import is_models
+from shardc.ir.source import models_frame
 
 
 class Activity:
@@ -103,11 +103,7 @@ def _is_wait(frame: FrameType) -> bool:
 
 def place() -> str:
     """Return the main thread's place, in the user's code if that calls: "model.py:22, in forward"."""
-    thread = threading.main_thread().ident
-    frame: FrameType | None = sys._current_frames().get(thread) if thread is not None else None
-    first = frame
-    while frame is not None and not is_models(frame.f_code.co_filename):
-        frame = frame.f_back
-    if (frame := frame or first) is None:
+    first = sys._current_frames().get(threading.main_thread().ident or 0)
+    if (frame := models_frame(first) or first) is None:
         return ""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}"

@@ -26,6 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -43,6 +44,7 @@ SHOWN = 4  # ranks, facts and values that an error names
 ROOM = 64
 #: Characters of a fact's text that ranks exchange for an error.
 TEXT = 42
+_ANY = Mesh(())  # names ranks without coordinates
 SAME_OPTIMIZER = "construct the same optimizer and scheduler on all ranks, and load the same checkpoint on all"
 SAME_PROGRAM = "compile the same model and spec, with the same version of shardc and torch, on all ranks"
 SAME_CALLS = (
@@ -162,40 +164,37 @@ def check(
     layout: Mesh = mesh.layout
     if layout.world == 1:
         return []
-    doing = stated("the call of this rank", call, fix=SAME_CALLS)
-    vector = _vector(doing, mesh)
-    for f in facts:
-        vector += _vector(f, mesh)
+    facts = [stated("the call of this rank", call, fix=SAME_CALLS), *facts]
+    vector = [number for f in facts for number in _vector(f, mesh)]
     sums = mesh.sum_on_host(vector[:ROOM] + [0] * (ROOM - len(vector)))
-    if _differs(doing, sums, layout):
-        _refuse(mesh, [doing], CallsDifferError)
+    if differ(sums[:2], layout.world):
+        _refuse(mesh, facts[:1], CallsDifferError)
     if len(vector) > ROOM:
         sums += mesh.sum_on_host(vector[ROOM:])
-    differing, start = [], 2
-    equal: list[Fact] = []
+    differing, equal, rest = list[Fact](), list[Fact](), iter(sums)
     for f in facts:
         slots = slots_of(f, layout)
-        if _differs(f, sums[start:], layout):
+        sums_of_fact = list(islice(rest, 2 * slots))
+        if differ(sums_of_fact, layout.world // slots):
             differing.append(f)
-        if slots > 1 and len(set(sums[start : start + 2 * slots : 2])) == 1:
+        if slots > 1 and len(set(sums_of_fact[::2])) == 1:
             equal.append(f)
-        start += 2 * slots
     if differing:
         _refuse(mesh, differing, kind)
     return equal
 
 
 def _vector(fact: Fact, mesh: Any) -> list[int]:
-    vector = [0] * (2 * slots_of(fact, mesh.layout))
-    slot = 2 * _slot(fact, mesh)
-    vector[slot : slot + 2] = fact.value, fact.value**2
+    vector, slot = [0] * (2 * slots_of(fact, mesh.layout)), 0
+    for axis in fact.axes:
+        slot = slot * mesh.layout.size(axis) + mesh.coordinate(axis)
+    vector[2 * slot : 2 * slot + 2] = fact.value, fact.value**2
     return vector
 
 
-def _differs(fact: Fact, sums: Sequence[int], layout: Mesh) -> bool:
-    slots = slots_of(fact, layout)
-    ranks = layout.world // slots  # of each slot
-    return any(ranks * sums[i + 1] != sums[i] ** 2 for i in range(0, 2 * slots, 2))
+def differ(sums: Sequence[int], ranks: int) -> bool:
+    """Return whether some numbers differ. sums: Σh and Σh² of each, over so many ranks."""
+    return any(ranks * squares != total**2 for total, squares in zip(sums[::2], sums[1::2], strict=True))
 
 
 def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError]) -> NoReturn:
@@ -205,15 +204,9 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError]) -> 
         values = [0] * layout.world
         values[mesh.rank] = f.value
         every = mesh.sum_on_host(values)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(layout.world):
-            coords = layout.coords(rank)
-            groups.setdefault(tuple(coords[a] for a in f.axes), []).append(rank)
-        errors.add(
-            f"{f.what} {_odd_ranks(every, groups.values(), layout if f.placed else None)}{_values(mesh, f)}",
-            where=f.where,
-            fix=f.fix,
-        )
+        groups = layout.groups([a for a in layout.names if a not in f.axes])
+        odd = _odd_ranks(every, groups, layout if f.placed else _ANY)
+        errors.add(f"{f.what} {odd}{_values(mesh, f)}", where=f.where, fix=f.fix)
     if len(facts) > SHOWN:
         errors.add(f"{len(facts) - SHOWN} more differ, the last of them {facts[-1].what}")
     try:
@@ -263,14 +256,7 @@ def slots_of(fact: Fact, mesh: Mesh) -> int:
     return math.prod(mesh.size(axis) for axis in fact.axes)
 
 
-def _slot(fact: Fact, mesh: Any) -> int:
-    slot = 0
-    for axis in fact.axes:
-        slot = slot * mesh.layout.size(axis) + mesh.coordinate(axis)
-    return slot
-
-
-def _odd_ranks(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
+def _odd_ranks(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh) -> str:
     """Return the names of the ranks unlike most of their group; of a whole group without a majority."""
     odd: list[int] = []
     split: list[int] = []
@@ -280,5 +266,5 @@ def _odd_ranks(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mes
             split += ranks if not split else []  # the first such group is enough
         else:
             odd += [r for r in ranks if values[r] != usual]
-    names = (mesh or Mesh(())).named(*sorted(odd or split), shown=SHOWN)
+    names = mesh.named(*sorted(odd or split), shown=SHOWN)
     return f"{'differ' if len(odd) > 1 else 'differs'} {'on' if odd else 'between'} {names}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,30 +20,21 @@ class Aborted(RuntimeError):
     """Another rank failed; this one stops where it waits for it."""
 
 
-class _Meeting:
-    """The meeting place of one group. items: of the ranks that arrived; results: for those that sleep."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self.changed = threading.Condition(lock)
-        self.items: dict[int, tuple[str, Any]] = {}
-        self.results: dict[int, Any] = {}
-
-
 class _World:
-    """The meetings of all groups of a mesh. One lock guards all fields; tensor work runs outside of it."""
+    """What the ranks of a mesh exchange. One lock guards all fields; tensor work runs outside of it."""
 
     def __init__(self, layout: Mesh) -> None:
-        self.lock = threading.Lock()
-        self.layout = layout
-        self.meetings: dict[tuple[int, ...], _Meeting] = {}
-        self.mail: dict[
-            tuple[int, int, int], tuple[str, Tensor]
-        ] = {}  # (from, to, how many before it) -> what was sent
+        self.layout, self.lock = layout, threading.Lock()
+        self.arrived = [threading.Condition(self.lock) for _ in range(layout.world)]  # by rank: it has mail
+        #: By group: what the ranks that came to a collective have brought, {rank: (call, item)}.
+        self.meetings: defaultdict[tuple[int, ...], dict[int, tuple[str, Any]]] = defaultdict(dict)
+        #: What was not taken yet: {(rank,): result of a collective}, {(from, to, how many before it): what was sent}.
+        self.mail: dict[tuple[int, ...], Any] = {}
         self.sent: Counter[tuple[int, int]] = Counter()
         self.posted: Counter[tuple[int, int]] = Counter()
-        self.expects: dict[int, tuple[int, int, int]] = {}  # sleeping rank -> what it waits for
-        self.arrived = threading.Condition(self.lock)
-        self.waiting: dict[int, str] = {}  # rank -> the call in which it sleeps
+        self.waiting: dict[
+            int, tuple[str, tuple[int, ...]]
+        ] = {}  # sleeping rank -> its call, and the mail it waits for
         self.running = set(range(layout.world))
         self.failed = False
 
@@ -56,39 +47,25 @@ class _World:
         still read.
         """
         with self.lock:
-            if self.failed:
-                raise Aborted
-            meeting = self.meetings.setdefault(ranks, _Meeting(self.lock))
-            meeting.items[rank] = (name, item)
-            if len(meeting.items) < len(ranks):
-                return self._sleep(meeting, rank, name)
-            brought, meeting.items = meeting.items, {}
-        if len({w for w, _ in brought.values()}) > 1:
-            calls = "; ".join(f"rank {r}: {brought[r][0]}" for r in ranks)
+            meeting = self.meetings[ranks]
+            meeting[rank] = (name, item)
+            if len(meeting) < len(ranks):
+                return self._take(rank, (rank,), name)
+            del self.meetings[ranks]
+        if len({call for call, _ in meeting.values()}) > 1:
+            calls = "; ".join(f"rank {r}: {meeting[r][0]}" for r in ranks)
             raise RuntimeError(f"ranks meet in different collectives: {calls}")
-        results = dict(zip(ranks, combine([brought[r][1] for r in ranks]), strict=True))
+        results = dict(zip(ranks, combine([meeting[r][1] for r in ranks]), strict=True))
+        result = results.pop(rank)
         with self.lock:
-            result = results.pop(rank)
-            meeting.results |= results
-            for r in results:
-                del self.waiting[r]
-            meeting.changed.notify_all()
+            for r, x in results.items():
+                self._put(r, (r,), x)
         return result
-
-    def _sleep(self, meeting: _Meeting, rank: int, name: str) -> Any:
-        self.waiting[rank] = name
-        self._check()
-        while rank not in meeting.results:
-            if self.failed:
-                raise Aborted
-            meeting.changed.wait()
-        return meeting.results.pop(rank)
 
     def send(self, rank: int, to: int, name: str, item: Tensor) -> None:
         with self.lock:
-            self.mail[rank, to, self.sent[rank, to]] = name, item
+            self._put(to, (rank, to, self.sent[rank, to]), (name, item))
             self.sent[rank, to] += 1
-            self.arrived.notify_all()
 
     def post(self, rank: int, source: int) -> int:
         """Register a receive of the next item from another rank, and return the item's number."""
@@ -98,26 +75,33 @@ class _World:
 
     def receive(self, rank: int, source: int, number: int, name: str) -> Tensor:
         """Wait for an item from another rank. Raises RuntimeError if it does not have the expected name."""
-        key = (source, rank, number)
+        item: Tensor
         with self.lock:
-            while key not in self.mail:
-                self.waiting[rank], self.expects[rank] = f"receive {name} from rank {source}", key
-                self._check()
-                if not self.failed:
-                    self.arrived.wait()
-                if self.failed:
-                    raise Aborted
-                del self.waiting[rank], self.expects[rank]
-            sent, item = self.mail.pop(key)
+            sent, item = self._take(rank, (source, rank, number), f"receive {name} from rank {source}")
         if sent != name:
             raise RuntimeError(f"rank {rank} waits for {name}, and rank {source} sent {sent}")
         return item
 
+    def _put(self, to: int, key: tuple[int, ...], item: Any) -> None:
+        self.mail[key] = item
+        self.arrived[to].notify()
+
+    def _take(self, rank: int, key: tuple[int, ...], call: str) -> Any:
+        """Sleep until the mail is there, and return it."""
+        self.waiting[rank] = call, key
+        self._check()
+        self.arrived[rank].wait_for(lambda: self.failed or key in self.mail)
+        if self.failed:
+            raise Aborted
+        del self.waiting[rank]
+        return self.mail.pop(key)
+
     def _check(self) -> None:
         """Raise if no rank is left that could wake the sleepers."""
-        asleep = [r for r in self.waiting if self.expects.get(r) not in self.mail]
+        asleep = [r for r, (_, key) in self.waiting.items() if key not in self.mail]
         if asleep and len(asleep) == len(self.running) and not self.failed:
-            every = (f"rank {r}: {self.waiting.get(r, 'has ended')}" for r in range(self.layout.world))
+            calls = {r: call for r, (call, _) in self.waiting.items()}
+            every = (f"rank {r}: {calls.get(r, 'has ended')}" for r in range(self.layout.world))
             raise RuntimeError(f"ranks wait for each other: {'; '.join(every)}")
 
     def end(self, rank: int) -> None:
@@ -129,9 +113,8 @@ class _World:
     def abort(self) -> None:
         with self.lock:
             self.failed = True
-            self.arrived.notify_all()
-            for m in self.meetings.values():
-                m.changed.notify_all()
+            for rank in self.arrived:
+                rank.notify()
 
 
 class LoopbackMesh(RankMesh):
@@ -159,10 +142,7 @@ class LoopbackMesh(RankMesh):
 
     def _all_reduce(self, flat: Tensor, axes: Axes, op: str, tag: str, background: bool) -> Work:
         def combine(items: list[Tensor]) -> list[Tensor]:
-            total = items[0].clone()
-            for other in items[1:]:
-                total = torch.maximum(total, other) if op == "max" else total.add_(other)
-            return [total] * len(items)
+            return [_total(items, op)] * len(items)
 
         flat.copy_(self._exchange(axes, f"all_reduce {op} {_named(tag, flat)}", flat.detach(), combine))
         return Work()
@@ -175,12 +155,8 @@ class LoopbackMesh(RankMesh):
         return Work(kept=part)  # as with NCCL
 
     def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work:
-        def combine(items: list[Tensor]) -> list[Tensor]:
-            totals = [p.clone() for p in items[0].chunk(len(items))]
-            for i, total in enumerate(totals):
-                for other in items[1:]:
-                    total += other.chunk(len(items))[i]
-            return totals
+        def combine(items: list[Tensor]) -> Sequence[Tensor]:
+            return _total(items, "sum").chunk(len(items))
 
         part.copy_(self._exchange((axis,), f"reduce_scatter {_named(tag, flat)}", flat.detach(), combine))
         return Work()
@@ -213,6 +189,13 @@ class LoopbackMesh(RankMesh):
     def barrier(self) -> None:
         if self.layout.world > 1:
             self._exchange(self.layout.names, "barrier", None, lambda items: items)
+
+
+def _total(items: list[Tensor], op: str) -> Tensor:
+    total = items[0].clone()
+    for other in items[1:]:
+        total = torch.maximum(total, other) if op == "max" else total.add_(other)
+    return total
 
 
 def _named(tag: str, x: Tensor) -> str:

@@ -8,6 +8,10 @@ there is a process group:
     `begin`  the store ── who is there, what they do ── the thread ........ compile, import, build ...
     `take`   by a TorchMesh takes over what `begin` made; in programs that have not called it, makes it then
     `world_store`   the store before there is a mesh: for the program that one process compiles, and for equal errors
+
+A connection ends with the last process that has it open. If a process that a rank forks, such as a worker of a
+DataLoader, kept its connections, ranks that wait for one that left, or was killed, would not be woken. So a forked
+process closes them (`not_inherited`).
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import os
 import signal
 import socket
 import threading
-from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,47 +30,27 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import LOOPBACK, NAMED
-from shardc.runtime.mesh.activity import Activity
-from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
 
-
-class Presence:
-    """This process in its world: it announces this rank, and watches.
-
-    named: seconds, of Watch; 0: never. .watch: None if a thread cannot use the store separately.
-    """
-
-    def __init__(self, store: Any, rank: int, world: int, *, named: float) -> None:
-        self.store, self.rank, self.world, self.activity = store, rank, world, Activity()
-        watched = can_watch(store)
-        # the main thread may hold the store while it waits
-        self.processes = Processes(store.clone() if watched else None, rank, world)
-        self.activity.note = self.processes.note
-        self.watch: Watch | None = None
-        if watched and named and world > 1:
-            self.watch = Watch(
-                Mesh(()), rank, self.activity, store, self.processes, world=world, named=named, met=False
-            )
+#: What `begin` has made, and its activity, which ends when a TorchMesh takes it over.
+_begun: list[tuple[Watch, contextlib.ExitStack]] = []
 
 
-_begun: list[Presence] = []
-
-
-def begin(named: float = NAMED) -> Presence | None:
-    """Announce this process to the world that its environment describes. Call it before slow work.
+def begin(named: float = NAMED) -> Watch | None:
+    """Announce this process to the world that its environment describes. Call it before slow work: compiling.
 
     Returns what the next TorchMesh takes over; None where this process has joined a world already, or RANK is not set.
     """
     if dist.is_initialized() or _begun or "RANK" not in os.environ:
         return None
-    _begun.append(present := _new(default_pg_timeout, named))
+    watch, compiling = _new(default_pg_timeout, named), contextlib.ExitStack()
+    compiling.enter_context(watch.activity.during("compiling"))
+    _begun.append((watch, compiling))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, functools.partial(_end, present.processes))  # until the run sets its own handler
-    return present
+        signal.signal(signal.SIGTERM, functools.partial(_end, watch.processes))  # until the run sets its own handler
+    return watch
 
 
 def _end(processes: Processes, number: int, _: object) -> None:
@@ -76,29 +60,35 @@ def _end(processes: Processes, number: int, _: object) -> None:
     signal.raise_signal(number)
 
 
-def take(timeout: timedelta, named: float) -> Presence:
+def take(timeout: timedelta, named: float) -> Watch:
     """Take over what `begin` has started, or start it now. timeout: of the store."""
     if not _begun:
         return _new(timeout, named)
-    _begun[0].store.set_timeout(timeout)
-    return _begun.pop()
+    watch, compiling = _begun.pop()
+    compiling.close()
+    watch.store.set_timeout(timeout)
+    return watch
 
 
-def _new(timeout: timedelta, named: float) -> Presence:
+def _new(timeout: timedelta, named: float) -> Watch:
     with not_inherited():
         store, rank, world = world_store(timeout)
-        _joined[_place()] += 1  # a process that joins again after `close` keeps its store, and needs new keys
-        store = dist.PrefixStore(f"join{_joined[_place()]}", store)  # type: ignore[attr-defined]
-        return Presence(store, rank, world, named=named)
+        times = store.add(f"joined{rank}", 1)  # a process that joins again after `close` keeps its store: new keys
+        store = dist.PrefixStore(f"join{times}", store)  # type: ignore[attr-defined]
+        return Watch(store, rank, world, named)
 
 
-#: By place: what `world_store` returns there, and how often this process has joined a world there.
+#: What `world_store` returns, by the place where ranks meet.
 _stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
-_joined = Counter[tuple[str | None, ...]]()
 
 
 def _place() -> tuple[str | None, ...]:
     return tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+
+
+def joined() -> tuple[Any, int, int]:
+    """Return what `world_store` does if this process is connected; else (None, 0, 1)."""
+    return _stores.get(_place(), (None, 0, 1))
 
 
 def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
@@ -106,12 +96,13 @@ def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]
 
     Old keys would mislead: torchrun's agent may keep its store when it restarts all processes.
     """
-    if _place() not in _stores:
+    place = _place()
+    if place not in _stores:
         store, rank, world = _new_store(timeout)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _stores[_place()] = dist.PrefixStore(f"shardc/start{restarts}", store), rank, world  # type: ignore[attr-defined]
-    _stores[_place()][0].set_timeout(timeout)
-    return _stores[_place()]
+        _stores[place] = dist.PrefixStore(f"shardc/start{restarts}", store), rank, world  # type: ignore[attr-defined]
+    _stores[place][0].set_timeout(timeout)
+    return _stores[place]
 
 
 def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
@@ -147,8 +138,41 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
         late.cancel()
 
 
-def can_watch(store: Any) -> bool:
-    """Return whether a thread can use the store at the same time, over a separate connection."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+# --- connections in forked processes
+
+_OPEN = "/proc/self/fd"  # Linux only; elsewhere nothing is closed
+_ours: dict[int, str] = {}  # {descriptor: socket}, as descriptors are reused
+
+
+@contextlib.contextmanager
+def not_inherited() -> Iterator[None]:
+    """Keep the connections that are made in this context out of forked processes."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        _ours.update(_sockets().items() - before.items())
+
+
+def _sockets() -> dict[int, str]:
+    """Return {descriptor: "socket:[NUMBER]"} of this process."""
+    with contextlib.suppress(OSError):
+        return {fd: name for fd in map(int, os.listdir(_OPEN)) if (name := _name(fd)).startswith("socket:")}
+    return {}
+
+
+def _name(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"{_OPEN}/{descriptor}")
+    return ""
+
+
+def _close() -> None:
+    """Close the registered sockets, in a forked process."""
+    for fd, name in _ours.items():
+        if _name(fd) == name:
+            os.close(fd)
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_close)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +72,6 @@ class Processes:
         """Note that a launcher, or a user, ends this process: it is not the one that failed."""
         self._store.set(f"shardc/ending/{self._rank}", "")
 
-    def end(self, rank: int) -> None:
-        """Kill a stopped process with SIGKILL, as it ignores other signals."""
-        with suppress(OSError):
-            os.kill(self._others()[rank].number, signal.SIGKILL)
-
     def ended(self, otherwise: str = "") -> dict[int, str]:
         """Return {rank: how it ended} where the process is gone or a zombie, unless a launcher or user ended it.
 
@@ -86,9 +81,12 @@ class Processes:
         failed = (r for r in gone if not self._store.check([f"shardc/ending/{r}"]))
         return {r: f"{KILLED} {self._found[r].doing or otherwise}" for r in failed}
 
-    def stopped(self) -> list[int]:
-        """Return the ranks whose process a signal has stopped (SIGSTOP)."""
-        return [r for r, p in sorted(self._others().items()) if p.state == "T"]
+    def stopped(self) -> dict[int, int]:
+        """Return {rank: process} of those that a signal has stopped (SIGSTOP), some of them before they registered."""
+        others = self._others()
+        unknown = {} if self.known() else {r: n for r, n in _siblings().items() if r not in others}
+        stopped = {r: p.number for r, p in others.items() if p.state == "T"}
+        return stopped | {r: n for r, n in unknown.items() if process_state(n)[0] == "T"}
 
     def has_registered(self, rank: int) -> bool:
         """Return whether a rank has registered, on any machine."""
@@ -116,6 +114,18 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
     return ""
+
+
+def _siblings() -> dict[int, int]:
+    """Return {rank: process} of the processes that this one's launcher has started, from their environments."""
+    started = dict[int, int]()
+    for file in Path("/proc", str(os.getppid()), "task").glob("*/children"):
+        for number in file.read_text().split():
+            with suppress(OSError):  # it has ended meanwhile
+                variables = Path("/proc", number, "environ").read_bytes()
+                if of_rank := re.search(rb"\0(?:RANK|SLURM_PROCID)=(\d+)\0", b"\0" + variables):
+                    started[int(of_rank[1])] = int(number)
+    return started
 
 
 def _memory(rank: int) -> tuple[mmap.mmap | None, int]:

@@ -8,10 +8,11 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -25,16 +26,15 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import NAMED, check_variables
 from shardc.runtime.mesh import presence
-from shardc.runtime.mesh.agreement import check, stated
+from shardc.runtime.mesh.agreement import check, differ, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import Axes, RankMesh, Rows, Work
-from shardc.runtime.mesh.failed_rank import Failures, RankFailedError, cut_off
-from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
-from shardc.runtime.mesh.presence import Presence
+from shardc.runtime.mesh.presence import not_inherited
+from shardc.runtime.mesh.watch import RankFailedError, Watch, cut_off
 from shardc.torch_private import count_groups_from, default_store, let_workers_end, process_groups
 
-# torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
+# torch 2.13 renamed these two; the old names warn there, and torch 2.11 has no new ones
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -84,52 +84,44 @@ class TorchMesh(RankMesh):
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
             check_variables()
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
-            present = presence.take(timeout or default_pg_timeout, watch)
+            self.watch = presence.take(timeout or default_pg_timeout, watch)
             # its functions have the current world as a default argument when they are defined, and so would keep its
             # connections open after a failed rank leaves it
             importlib.import_module("torch.distributed.nn.functional")
-            with not_inherited(), present.activity.during("joining the world"):
+            with not_inherited(), self.watch.activity.during("joining the world"):
                 if own_device.type == "cuda":
-                    share_no_gpu(present.store, present.rank, own_device)
-                _enter(present.store, present.rank, present.world, own_device, timeout)
+                    share_no_gpu(self.watch.store, self.watch.rank, own_device)
+                _enter(self.watch.store, self.watch.rank, self.watch.world, own_device, timeout)
             self.owner = True
         elif dist.is_initialized():
-            present = Presence(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
+            self.watch = Watch(default_store(), dist.get_rank(), dist.get_world_size(), watch)
         else:
-            present = Presence(None, 0, 1, named=0)
-        rank = present.rank
-        _check_world(layout, present.world)
-        super().__init__(layout, rank, own_device, record)
-        self.activity, self._processes = present.activity, present.processes
+            self.watch = Watch(None, 0, 1, 0)
+        _check_world(layout, self.watch.world)
+        super().__init__(layout, self.watch.rank, own_device, record)
+        self.activity = self.watch.activity
         self._timeout, self._cut = timeout, ""
-        self._gloo = present.world > 1 and own_device.type == "cpu" and backend_of("cpu") == "gloo"
-        self._store = default_store() if present.world > 1 else None
+        self._gloo = layout.world > 1 and own_device.type == "cpu" and backend_of("cpu") == "gloo"
         self._works: WeakSet[Work] = WeakSet()
-        self._failures = Failures(self._store, rank, layout, self._processes)
         self._waiting: torch.cuda.Stream | None = None
-        self._groups: dict[frozenset[str], Any] = {}
-        self._created: set[frozenset[str]] = set()  # includes groups that this rank is not in
+        self._groups: dict[frozenset[str], Any] = {}  # None: this rank is in no such group
         self._lines: dict[tuple[str, bool], Any] = {}
         self._host: Any = None
         self._along = tuple(lines)
         with self.activity.during("joining the mesh"):
             self._connect([layout.names, *((n,) for n in layout.names), *axes])
-        self.watch = present.watch
-        if self.watch is not None:
-            self.watch.meet(layout, watch)
+        self.watch.meet(layout, watch)
         _HERE.add(self)
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> TorchMesh:
         """Return the same ranks as a mesh of another layout. See RankMesh.seen_as."""
         options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
-        return TorchMesh(layout, axes, lines=lines, **options)
+        return TorchMesh(layout, axes, lines=lines, watch=self.watch.named, **options)
 
     def transfer_to(self, other: TorchMesh) -> None:
         """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False
-        if self.watch is not None:
-            self.watch.stop()
-            self.watch = None
+        self.watch.stop()
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
@@ -150,16 +142,11 @@ class TorchMesh(RankMesh):
 
     def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make the process groups for more sets of axes. Collective where there are any to make."""
-        missing = {self._split(s) for s in axes} - self._created
-        self._created |= missing
+        missing = {self._split(s) for s in axes} - {frozenset()} - self._groups.keys()
         for names in sorted(missing, key=sorted):
-            if not names:
-                continue
             ordered = [n for n in (*self.layout.names, *sorted(names)) if n in names]
             with not_inherited():
-                group = self._new_group(self.layout.groups(names), "+".join(dict.fromkeys(ordered)))
-            if group is not None:
-                self._groups[names] = group
+                self._groups[names] = self._new_group(self.layout.groups(names), "+".join(dict.fromkeys(ordered)))
 
     def _split(self, axes: Iterable[str]) -> frozenset[str]:
         return frozenset(part for a in axes for part in self.layout.digits(a) if self.layout.size(part) > 1)
@@ -178,7 +165,7 @@ class TorchMesh(RankMesh):
         world: Any = dist.group.WORLD
         if self.device.type == "cuda" and world.bound_device_id is not None and backend_of("cuda") == "nccl":
             group = self._split_world(groups, name)
-        elif all(self._same_on_all_ranks(number) for number in process_groups()):
+        elif not differ(self.sum_on_host([n**power for n in process_groups() for power in (1, 2)]), self.layout.world):
             # torch numbers groups by process: a rank that is in none makes a group of one to keep count
             peers = own_group or (self.rank,)
             group = dist.new_group(list(peers), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
@@ -193,14 +180,11 @@ class TorchMesh(RankMesh):
         """Make all `groups` with one call to NCCL, and return this rank's."""
         return dist.split_group(split_ranks=[list(g) for g in groups], timeout=self._timeout, group_desc=name)
 
-    def _same_on_all_ranks(self, number: int) -> bool:
-        total, squares = self.sum_on_host([number, number * number])
-        return self.layout.world * squares == total * total
-
     def _group(self, axes: Iterable[str]) -> Any:
         names = self._split(axes)
-        assert names in self._groups, f"no process group for {sorted(names)}: name it when the mesh is made"
-        return self._groups[names]
+        group = self._groups.get(names)
+        assert group is not None, f"no process group for {sorted(names)}: name it when the mesh is made"
+        return group
 
     @contextmanager
     def after(self, work: Work) -> Iterator[None]:
@@ -229,17 +213,10 @@ class TorchMesh(RankMesh):
         if not self._in_one_shot(ranks * flat.nbytes):
             reduced = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
             return Work(dist.all_reduce(flat, reduced, group, async_op=background))
-        combine = torch.maximum if op == "max" else torch.add
         sent = flat.expand(ranks, *flat.shape).contiguous()
         got = torch.empty_like(sent)
-
-        def combined() -> None:  # in the order of ranks: equal bits everywhere
-            first, second, *others = got.unbind()
-            combine(first, second, out=flat)
-            for other in others:
-                combine(flat, other, out=flat)
-
-        return Work(dist.all_to_all_single(got, sent, group=group, async_op=background), combined)
+        then = partial(_combine, got.unbind(), flat, torch.maximum if op == "max" else torch.add)
+        return Work(dist.all_to_all_single(got, sent, group=group, async_op=background), then)
 
     def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
         group = self._group((axis,))
@@ -266,14 +243,8 @@ class TorchMesh(RankMesh):
         # gloo's own is an all_reduce inside; exchanging the parts sends half of that (1 MiB on 2 ranks: 0.3 ms
         # against 0.65)
         got = torch.empty_like(flat)
-
-        def add_up() -> None:
-            first, second, *others = got.chunk(self.size(axis))
-            torch.add(first, second, out=part)
-            for other in others:
-                part.add_(other)
-
-        return Work(dist.all_to_all_single(got, flat, group=group, async_op=background), add_up)
+        then = partial(_combine, got.chunk(self.size(axis)), part, torch.add)
+        return Work(dist.all_to_all_single(got, flat, group=group, async_op=background), then)
 
     def _all_to_all(self, x: Tensor, into: Tensor, rows: Rows, axes: Axes, tag: str, background: bool) -> Work:
         sent, received = rows
@@ -314,11 +285,11 @@ class TorchMesh(RankMesh):
     def _failed(self, error: Exception, doing: str) -> None:
         """Report the error to the other ranks, or raise theirs. Returns if the error is this rank's own."""
         if not cut_off(error):
-            if not self._failures.report(error, doing):
+            if not self.watch.report(error, doing):
                 first = next(iter(str(error).splitlines()), "")
                 self._close_all(error, f"this rank failed in {doing}: {type(error).__name__}: {first}")
             return
-        failed = self._failures.of_another(error, doing, self.activity)
+        failed = self.watch.cause(error, doing)
         self._close_all(error, failed.what)
         raise failed from error
 
@@ -341,21 +312,20 @@ class TorchMesh(RankMesh):
     def _drop_groups(self, why: str) -> None:
         for work in list(self._works):
             work.abandon()
-        self._groups.clear()
+        self._groups = dict.fromkeys(self._groups)  # for `reconnect`
         self._lines.clear()
         self._host, self._cut = None, why
 
     def reconnect(self) -> None:
         if not self._cut:
             return
-        assert self._store is not None
-        if self._processes.ended():
+        if self.watch.processes.ended():
             raise RankFailedError("some ranks have ended", where="meeting again")
-        store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"shardc/again{self.watch.failures}", self.watch.store)  # type: ignore[attr-defined]
         with not_inherited():
             _enter(store, self.rank, self.layout.world, self.device, AGAIN)
-        axes = [tuple(sorted(names)) for names in self._created]
-        self._created = set()
+        axes = [tuple(sorted(names)) for names in self._groups]
+        self._groups.clear()
         self._connect(axes)
         self._cut, self.owner = "", True
 
@@ -365,13 +335,19 @@ class TorchMesh(RankMesh):
         A group ends with its last reference, and its threads with it. They must not outlive the interpreter: they may
         hold a tensor, and freeing it then aborts the process (https://github.com/pytorch/pytorch/pull/179291).
         """
-        if self.watch is not None:
-            self.watch.stop()
+        self.watch.stop()
         if self.owner and dist.is_initialized():
             dist.destroy_process_group()
             self._groups.clear()
             self._lines.clear()
             self.owner = False
+
+
+def _combine(parts: Sequence[Tensor], into: Tensor, combine: Callable[..., Tensor]) -> None:
+    """Combine the ranks' tensors in their order: equal bits everywhere."""
+    combine(parts[0], parts[1], out=into)
+    for other in parts[2:]:
+        combine(into, other, out=into)
 
 
 @atexit.register

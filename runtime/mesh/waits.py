@@ -49,11 +49,12 @@ class Waits:
             yield
         finally:
             self.inside = False
-            end = self._now()
-            if self._device.type == "cuda":
-                self._open.append((kind, axes, nbytes, whole, begin, end))
-            else:
-                self._add(Wait(kind, axes, nbytes, end - begin, whole))
+            self._open.append((kind, axes, nbytes, whole, begin, self._now()))
+
+    def keep(self) -> None:
+        """List all waits from now on."""
+        self.read_times()
+        self.kept = []
 
     def take(self) -> dict[str, float]:
         """Return {axes: seconds} since the last call ("dp", "dp+tp"). On a GPU it waits for the device."""
@@ -63,17 +64,16 @@ class Waits:
         return taken
 
     def read_times(self) -> None:
-        """Read the times that are still on the device."""
-        if self._open:
+        """Read the times since the last call, which may be on the device."""
+        on_device = self._device.type == "cuda"
+        if self._open and on_device:
             torch.cuda.synchronize(self._device)
         for kind, axes, nbytes, whole, begin, end in self._open:
-            self._add(Wait(kind, axes, nbytes, begin.elapsed_time(end) / 1e3, whole))
+            seconds = begin.elapsed_time(end) / 1e3 if on_device else end - begin
+            self._seconds["+".join(axes)] += seconds
+            if self.kept is not None:
+                self.kept.append(Wait(kind, axes, nbytes, seconds, whole))
         self._open.clear()
-
-    def _add(self, wait: Wait) -> None:
-        self._seconds["+".join(wait.axes)] += wait.seconds
-        if self.kept is not None:
-            self.kept.append(wait)
 
     def _now(self) -> Any:
         if self._device.type != "cuda":

@@ -2,7 +2,7 @@
 
     optimizer     the optimizer's state, and at zero 1-2 the master copy of parameters that are computed in another
                   dtype. The optimizer steps page by page (shardc.runtime.zero.offloaded_optimizer)
-    parameters    at zero 3, this rank's parts of the parameters; they are read ahead of every gather
+    parameters    at zero 3, this rank's parts of the parameters; they are read ahead of gathers, but for a step's first
 
     storage       the places: the machine's memory, files of a directory
     copies        copies between the device and a place, in the background
@@ -15,34 +15,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shardc.ir.offload import OffloadPlaces
 from shardc.runtime.mesh.allocator import return_freed
 from shardc.runtime.offload.copies import Home, Mover
 from shardc.runtime.offload.storage import Files, Memory, Place
+
+if TYPE_CHECKING:
+    from shardc.spec.data_section import Data
+
+#: How many homes a gather may still read: one now, one ahead.
+HELD = 2
 
 _Read = tuple[Home, str]  # (what is read, for which direction)
 
 
 class Offload:
-    """The places of one rank outside of its device, as the program names them.
+    """The places of one rank outside of its device, as the spec's `data` names them.
 
     .homes: where each offloaded parameter of the optimizer is kept. At rest such a parameter's data is its home; on a
-    GPU it
-    is a placeholder without memory, so that gradients on the device match it.
+    GPU it is a placeholder without memory, so that gradients on the device match it.
     """
 
-    def __init__(self, places: OffloadPlaces, mesh: Any) -> None:
+    def __init__(self, section: Data, mesh: Any) -> None:
         self.device: torch.device = mesh.device
         self._mover: Mover | None = None
-        self.page_bytes = int(places.page_mb * 2**20)
+        self.page_bytes = int(section.bucket_bytes())
         self.places: dict[str, Place] = {}
         by_name: dict[str, Place] = {}
-        for kind, name in places.used.items():
+        for kind, name in section.offload.used.items():
             by_name[name] = by_name.get(name) or self._place(name, mesh, f"data.offload.{kind}")
             self.places[kind] = by_name[name]
         self.homes: dict[nn.Parameter, Home] = {}
@@ -118,7 +122,7 @@ class Offload:
         self._last, self._coming = key, None
         (tensor,) = self.mover.taken(coming)
         self._read.append(home)
-        if len(self._read) > 2:  # earlier gathers have ended, or read it again
+        if len(self._read) > HELD:  # earlier gathers have ended, or read it again
             self._read.pop(0).slot.release()
         if key in self._after:
             following, as_dtype = self._after[key]

@@ -58,7 +58,10 @@ class Mover:
         return tensors
 
     def put(self, moves: Iterable[tuple[Tensor, Home]]) -> None:
-        """Start to copy back from the device, or release homes in use. The tensors may not change any more."""
+        """Start to copy back from the device. The tensors may not change any more.
+
+        On the CPU, where homes themselves are used, only let the system page them out.
+        """
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         self._writes.append(self._thread.submit(self._put, list(moves), ready))
 

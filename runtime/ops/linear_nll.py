@@ -6,7 +6,8 @@
         picked[rows] = the target's logit                0 where another rank has that class
 
 Backward computes the logits of each chunk again, turns them into their gradient in place, and adds up the weight's
-gradients over chunks, in float32 at least. So only the operands and one number a row are saved, for one more product.
+gradients over chunks, in float32 at least. So only the operands and one number a row are saved, and the product is
+computed twice.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def linear_nll(
     dtype: torch.dtype,
     padding: tuple[Any, ...] = (),
 ) -> Tensor:
-    """Return [2, n]: the normaliser's log over this rank's classes, and the target's logit or 0.
+    """Return [2, n]: the normaliser (a log of a sum) over this rank's classes, and the target's logit or 0.
 
     It is 0 if another rank has that class or the target is ignored. x [n, d]; weight [c, d], bias [c]: this rank's of
     all `classes`, split by `digits` (see `locate`), () = all; target [n]: global class indices; dtype: of the logits

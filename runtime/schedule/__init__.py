@@ -1,7 +1,7 @@
 """Define pipeline schedules as data: which rank runs which action when.
 
 Pure Python that imports nothing of shardc but errors and text_file, so that specs, passes, plans and the interpreter
-can all read the table below.
+can all read SCHEDULES.
 
     s = make("1f1b", stages=4, ranks=4, microbatches=8, edges=[(0, 1), (1, 2), (2, 3), (0, 3)])
     print(s)                        # a line a rank; parse(str(s)) == s

@@ -3,8 +3,9 @@
     rank 0: 0F0 0F1         0I0 0W0 0F2 0I1 0W1     0I2 0W2
     rank 1:     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
-Rank i is i gradients of weights behind, so that every rank keeps activations of p microbatches: no more than 1F1B's
-first. With equal F, I and W the bubble is a third of 1F1B's. Several stages a rank: the same of interleaved 1F1B.
+Rank i delays its gradients of weights by i microbatches. So every rank keeps the activations of p microbatches, as many
+as the first rank of 1F1B. With equal F, I and W the bubble is a third of 1F1B's. Several stages a rank: the same of
+interleaved 1F1B.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def zb_h1_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> flo
 
 
 def zb_h1_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float) -> float:
-    """Estimate the idle time: F + I - W a rank, as the Ws fill as much as they can. See Maker.idle."""
+    """Estimate the idle time: F + I - W for each rank but one; W fills the rest. See Maker.idle."""
     return (ranks - 1) * max(forward + backward - 2 * weights, 0.0)
 
 

@@ -27,7 +27,7 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     groups += [sum_axes(program.outputs, program.mesh, program.axis), loss_axes(program)]
     groups += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
     groups += [axes(program) for axes in registered("program", "axes", program.features)]
-    if program.loss_scale is not None or any(
+    if program.spec.precision.loss_scale is not None or any(
         s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
     ):
         groups.append(program.mesh.names)  # all ranks skip the same steps; the loads of experts

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.collector import uncollected
 from shardc.ir.metadata import Value
 from shardc.ir.outputs import loss_axes, loss_value
 from shardc.ir.program import Program
@@ -47,9 +48,9 @@ class Interpreter:
         self.at = mesh.coordinate(self.pipeline_axis) if self.pipeline_axis else 0
         self.actions = self.schedule.actions[self.at]
         stages = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
-        compiler = Compiler(strict=program.spec is not None and program.spec.strict) if self.compiles else None
+        compiler = Compiler(strict=program.spec.strict) if self.compiles else None
         copies = offloaded(mesh.device)
-        with WRITING:
+        with WRITING, uncollected():
             self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, make) for s in stages}
             self.pairs = {
                 p.key: runnable_pair(program, p, self.stages, mesh.device, copies, compiler, make)

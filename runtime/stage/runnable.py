@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.collector import uncollected
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph
 from shardc.ir.program import Program
@@ -59,6 +60,8 @@ def runnable(stage: Stage, device: torch.device, program: Program, make: MakeFun
 class RunnableStage:
     """One stage: its graph, and its forward and backward graphs."""
 
+    # no cached_property: before Python 3.12 it locks, and WRITING is taken inside
+
     def __init__(
         self,
         program: Program,
@@ -74,26 +77,27 @@ class RunnableStage:
         self.outputs, self.copied = stage.outputs, outputs.views(stage)
         self.piped = bool(program.axis)
         self.updates = stage.updates if self.piped else tuple(b.name for b in program.buffers if b.updated)
-        self._program, self._stage, self._device, self._copies = program, stage, device, copies
+        self._stage, self._device, self._program, self._copies = stage, device, program, copies
         self._compiler, self._make = compiler, make
         self._run: Callable[..., Any] | None = None
         self._joint: JointStage | None = None
 
     @property
     def run(self) -> Callable[..., Any]:
-        """Its graph as a function without backward, made when it first runs."""
+        """Its graph without backward, made when a forward or an evaluation first runs it."""
         if self._run is None:
-            self._run = runnable(self._stage, self._device, self._program, self._make)
+            with uncollected():
+                self._run = runnable(self._stage, self._device, self._program, self._make)
         return self._run
 
     @run.setter
-    def run(self, instead: Callable[..., Any]) -> None:
-        self._run = instead
+    def run(self, function: Callable[..., Any]) -> None:
+        self._run = function
 
     @property
     def joint(self) -> JointStage:
         """Its forward and backward graphs, made when a step first runs them."""
-        if self._joint is not None:  # no cached_property: before Python 3.12 it locks, and WRITING is taken inside
+        if self._joint is not None:
             return self._joint
         if self._stage.joint is None:
             raise ShardcError(
@@ -101,7 +105,7 @@ class RunnableStage:
                 where=self._stage.name,
                 fix="compile again",
             )
-        with WRITING:
+        with WRITING, uncollected():
             graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
             self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._make)
         return self._joint
@@ -109,7 +113,7 @@ class RunnableStage:
 
 def only_stage(program: Program, mesh: Any) -> RunnableStage:
     """Return the stage of a program that has one, for a mesh's device."""
-    compiler = Compiler(strict=program.spec is not None and program.spec.strict)
+    compiler = Compiler(strict=program.spec.strict)
     with WRITING:
         return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device), compiler)
 

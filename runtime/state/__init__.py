@@ -2,20 +2,20 @@
 
 Keys are the model's own names and the place in the global tensor, never a program's sharding: any mesh can read it.
 
+    boxes                 boxes of a global tensor; which a rank has; tensors of which a box can be read
+    owners                what a rank holds, and where an optimizer steps it
     saving, loading       checkpoints: how all ranks together write one, and read it
-    boxes                 which boxes of a global tensor a rank writes and reads
+    saving_optimizer      the optimizer's state in a checkpoint
     checkpoint_folder     the folder of checkpoints: which is the last one; slices, read and checked
     checkpoint_index      index.json: the contents of a checkpoint, checked as untrusted input
-    saving_optimizer      the optimizer's state in a checkpoint
-    owners                what a rank holds, and where an optimizer steps it
-    tensor_file           .safetensors files by ranges of bytes
+    tensor_file           the safetensors format, for files that are written by ranges of bytes
     disk_calls            every call that reaches a disk
     torch_format          torch.distributed.checkpoint's format, in and out
+    fitting               whether names and shapes of tensors fit a program
     parts                 this rank's part of each parameter and buffer; the plain state_dict, from all ranks' parts
     sources               sources of weights: a model, a builder, a state_dict, files
     init, init_tape       weights of a builder: its constructor is recorded, and replayed for one tensor
     weight_files          safetensors files, torch files and checkpoints, whose tensors are read by slice
-    sliced_tensors        tensors that can be read by slice: ranges of their dims
     pretrained            weights of files under a model's names, also if a builder reads them (`from_pretrained`)
     quantized             weights that are tensors of tensors (torchao's)
     export                files that safetensors, transformers and peft load; no rank holds all of it

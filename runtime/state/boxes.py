@@ -1,4 +1,6 @@
-"""Find the boxes of global tensors that a rank writes into a checkpoint, and reads from one.
+"""Find the boxes of global tensors that a rank has: what it writes into a checkpoint, reads from one, sends to others.
+
+x.read((0, 16), (8, 4)) of a `Sliced` tensor x     # rows 0 to 7, columns 16 to 19: [8, 4]
 
 A rank's part is one or more boxes (`Layout.boxes`: several for fused weights). With ZeRO a rank has a flat shard of its
 part: several boxes again. The first rank that has a box writes it.
@@ -19,225 +21,44 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checkpoint_index import Numbers, Stored
-from shardc.runtime.state.tensor_file import Entry, header, stored_as
 from shardc.runtime.zero.flat_partition import FlatShard, elements
 
-# --- what one rank writes: slices of its tensors, and the files that hold them
-
-#: Maximal bytes of a slice, which is read, checked and held at once.
-SLICE = 64 << 20
-
-
-@dataclass
-class Piece:
-    """A slice that this rank writes: a box of the tensor `key`. read: returns it, in its shape and dtype."""
-
-    key: str
-    dtype: torch.dtype
-    offset: Numbers
-    shape: Numbers
-    read: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass
-class Plan:
-    """The tensors of this rank, and the slices that it writes, by kind of file: "model", "optimizer".
-
-    facts: model, program, mesh, extra, optimizer, as in `checkpoint_index.Index`.
-    """
-
-    tensors: dict[str, Stored]
-    pieces: dict[str, list[Piece]]
-    facts: dict[str, Any]
-
-    def add(self, piece: Piece) -> None:
-        """Add a slice, cut into pieces that are not too large."""
-        pieces = self.pieces.setdefault(piece.key.partition(".")[0], [])
-        for start, shape in cuts(piece.shape, piece.dtype.itemsize, SLICE):
-            index = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
-            offset = tuple(a + b for a, b in zip(piece.offset, start, strict=True))
-            pieces.append(Piece(piece.key, piece.dtype, offset, shape, functools.partial(_cut, piece.read, index)))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for each in self.pieces.values() for p in each)
-
-
-def _cut(read: Callable[[], Tensor], index: tuple[slice, ...]) -> Tensor:
-    return read()[index]
-
-
-def planned(parts: Mapping[str, Part], facts: dict[str, Any], mesh: Any) -> Plan:
-    """Plan what this rank writes of its parts: those that no other replica writes."""
-    plan = Plan({}, {}, facts)
-    for key, part in parts.items():
-        dtype = part.local.dtype
-        plan.tensors[key] = Stored(dtype, part.shape)
-        if part.written(mesh.layout, mesh.rank):
-            for box in part.boxes(mesh.layout, mesh.rank):
-                read = functools.partial(box.of, part.local.detach())
-                plan.add(Piece(key, dtype, box.offset, box.shape, read))
-    return plan
-
-
-@dataclass
-class Draft:
-    """A file to write: its first bytes, and pieces with their places in it."""
-
-    head: bytes
-    pieces: list[tuple[Piece, Entry]]
-
-    def copy_to_host(self) -> None:
-        """Copy the pieces to host memory, laid out as in the file, so that training may continue.
-
-        Pinned if they come from a device: torch keeps pinned memory, and the next save reuses it.
-        """
-        start, stop = len(self.head), self.pieces[-1][1].stop
-        tensors = [piece.read() for piece, _ in self.pieces]
-        devices = {x.device for x in tensors if x.device.type == "cuda"}
-        memory = disk_calls.aligned(stop - start, start, pinned=bool(devices))
-        for (piece, entry), x in zip(self.pieces, tensors, strict=True):
-            copy = memory[entry.start - start : entry.stop - start]
-            copy.copy_(x.detach().contiguous().view(-1).view(torch.uint8), non_blocking=bool(devices))
-            piece.read = copy.detach
-        for device in devices:
-            torch.cuda.synchronize(device)
-
-
-def drafts(plan: Plan, save: Mapping[str, str]) -> dict[str, Draft]:
-    """Return the files of this rank, by kind. save: facts about the save for their headers."""
-    files: dict[str, Draft] = {}
-    for kind, pieces in plan.pieces.items():
-        pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # so that each begins aligned for its dtype
-        entries = [Entry(_name(plan, p), *stored_as(p.dtype, p.shape)) for p in pieces]
-        head, entries = header(entries, dict(save))
-        files[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
-    return files
-
-
-def _name(plan: Plan, piece: Piece) -> str:
-    name = piece.key.partition(".")[2]
-    if piece.shape == plan.tensors[piece.key].shape:
-        return name
-    return f"{name}[{','.join(f'{a}:{a + n}' for a, n in zip(piece.offset, piece.shape, strict=True))}]"
-
-
-# --- boxes
-
+Numbers = tuple[int, ...]
 Shards = Mapping[str, FlatShard]
 
-
-@dataclass(frozen=True)
-class Box:
-    """A box of a global tensor, and its place in a rank's local tensor.
-
-    offset, shape: in the global tensor. index: in the local tensor. flat_range: (first element, number of elements) of
-    a flat local tensor, which is first viewed as `form`.
-    """
-
-    offset: Numbers
-    shape: Numbers
-    index: tuple[Any, ...]
-    flat_range: tuple[int, int] | None = None
-    form: Numbers = ()
-
-    def of(self, local: Tensor) -> Tensor:
-        """Return a view of the box in a local tensor."""
-        if self.flat_range is not None:
-            first, count = self.flat_range
-            local = local[first : first + count].view(self.form)
-        return local[self.index]
-
-
-@dataclass(frozen=True)
-class Part:
-    """This rank's part of a global tensor.
-
-    shard: local is 1-d, this flat shard of the local part; None: it is the local part. replicas: the axes whose ranks
-    have the same part. elsewhere: another pipeline stage's rank writes this part. stack: local is of a stack of several
-    model parameters, of this shape, and this is the part of entry `member`.
-    """
-
-    local: Tensor
-    shape: Numbers
-    layout: Layout = field(default_factory=Layout)
-    shard: FlatShard | None = None
-    replicas: tuple[str, ...] = ()
-    elsewhere: bool = False
-    stack: Numbers = ()
-    member: int = 0
-
-    def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
-        """Return the boxes of the part that have elements."""
-        boxes = boxes_of(self.stack or self.shape, self.layout, self.shard, mesh, rank)
-        if not self.stack:
-            return boxes
-        result = []
-        for box in boxes:
-            place = self.member - box.offset[0]
-            if 0 <= place < box.shape[0]:
-                first, *rest = box.index
-                index = ((first.start or 0) + place, *rest)
-                result.append(Box(box.offset[1:], box.shape[1:], index, box.flat_range, box.form))
-        return result
-
-    def written(self, mesh: Mesh, rank: int) -> bool:
-        """Return whether this rank writes the part, and no other replica."""
-        coords = mesh.coords(rank)
-        return not self.elsewhere and not any(coords[a] for a in self.replicas)
-
-
-def by_name(p: Param, part: Part) -> dict[str, Part]:
-    """Return {checkpoint name: part}: one name, or for a stack one per member."""
-    if not p.members:
-        return {p.fqn: part}
-    return {n: replace(part, shape=p.shape[1:], stack=p.shape, member=i) for i, n in enumerate(p.members)}
-
-
-@functools.lru_cache(maxsize=1 << 16)  # a tensor's moments have its boxes, in this save and in the next one
-def boxes_of(shape: Numbers, layout: Layout, shard: FlatShard | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
-    """Return the boxes of a global tensor that a rank has. shard: the flat shard that it keeps; None: all."""
-    return tuple(_each_box(shape, layout, shard, mesh, mesh.coords(rank)))
-
-
-def _each_box(
-    shape: Numbers, layout: Layout, shard: FlatShard | None, mesh: Mesh, coords: Mapping[str, int]
-) -> Iterator[Box]:
-    if 0 in shape:
-        return
-    if shard is None:
-        for box in layout.boxes(shape, mesh, coords):
-            yield _placed(box)
-        return
-    for stretch in shard.boxes():
-        first, count = elements(stretch, shard.shape)
-        form = tuple(n for _, n in stretch)
-        for box in layout.boxes(shape, mesh, coords):
-            common = [_common(mine, has) for mine, has in zip(stretch, box, strict=True)]
-            if all(n > 0 for _, _, n in common):
-                yield _placed(common, (first - shard.start, count), form)
-
-
-def _placed(box: Iterable[tuple[int, int, int]], flat_range: tuple[int, int] | None = None, form: Numbers = ()) -> Box:
-    dims = list(box)
-    index = tuple(slice(a, a + n) for a, _, n in dims)
-    return Box(tuple(g for _, g, _ in dims), tuple(n for _, _, n in dims), index, flat_range, form)
-
-
-def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Intersect a range with a box dim: (start in the range, global start, length)."""
-    (a, n), (b, g, m) = stretch, box
-    start, stop = max(a, b), min(a + n, b + m)
-    return start - a, g + start - b, stop - start
-
-
 # --- arithmetic of boxes, each an offset and a shape
+
+
+def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tuple[Numbers, Numbers] | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    start = tuple(map(max, offset, other))
+    size = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(offset, shape, other, of, start, strict=True))
+    return (start, size) if all(n > 0 for n in size) else None
+
+
+def index(offset: Sequence[int], shape: Numbers) -> tuple[slice, ...]:
+    """Return the index of a box in a tensor."""
+    return tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
+
+
+def whole(shape: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the box that is all of a tensor."""
+    return (0,) * len(shape), shape
+
+
+def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
+    """Return whether no two boxes share an element."""
+    behind: list[tuple[Numbers, Numbers]] = []
+    for offset, shape in sorted(boxes):
+        if not shape:
+            if behind:
+                return False
+        else:
+            behind = [(o, s) for o, s in behind if o[0] + s[0] > offset[0]]
+            if any(overlap(offset, shape, o, s) is not None for o, s in behind):
+                return False
+        behind.append((offset, shape))
+    return True
 
 
 def without(offset: Numbers, shape: Numbers, start: Numbers, size: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
@@ -252,7 +73,7 @@ def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, N
     """Yield boxes of at most `limit` bytes, or one element, that make up a tensor: rows in order."""
     row = math.prod(shape[1:]) * itemsize
     if not shape or shape[0] * row <= limit:
-        yield (0,) * len(shape), shape
+        yield whole(shape)
     elif row > limit:
         for i in range(shape[0]):
             for offset, size in cuts(shape[1:], itemsize, limit):
@@ -263,7 +84,180 @@ def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, N
             yield (i, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - i), *shape[1:])
 
 
-# --- a program's tensors
+@dataclass(frozen=True)
+class Box:
+    """A box of a global tensor, and its place in a tensor that has it.
+
+    offset, shape: in the global tensor. start: in the local tensor, which may have one more dim, of a stack's entries.
+    form: of a flat local tensor, whose elements from `first` on are viewed so before.
+    """
+
+    offset: Numbers
+    shape: Numbers
+    start: Numbers
+    form: Numbers | None = None
+    first: int = 0
+
+    @classmethod
+    def alone(cls, offset: Numbers, shape: Numbers) -> Box:
+        """Return the box for a local tensor that is exactly this box."""
+        return cls(offset, shape, (0,) * len(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return a view of the box in a local tensor."""
+        if self.form is not None:
+            local = local[self.first : self.first + math.prod(self.form)].view(self.form)
+        stack = len(self.start) - len(self.shape)
+        at: tuple[Any, ...] = (*self.start[:stack], *index(self.start[stack:], self.shape))
+        return local[at]
+
+    def inside(self, offset: Numbers, shape: Numbers) -> Box | None:
+        """Return its intersection with another box of the global tensor; None if it is empty."""
+        if (common := overlap(self.offset, self.shape, offset, shape)) is None:
+            return None
+        stack = len(self.start) - len(self.shape)
+        moved = (a + b - c for a, b, c in zip(self.start[stack:], common[0], self.offset, strict=True))
+        return replace(self, offset=common[0], shape=common[1], start=(*self.start[:stack], *moved))
+
+    def cut(self, itemsize: int, limit: int) -> Iterator[Box]:
+        """Yield its parts of at most `limit` bytes, or of one element."""
+        for start, shape in cuts(self.shape, itemsize, limit):
+            part = self.inside(tuple(map(sum, zip(self.offset, start, strict=True))), shape)
+            assert part is not None
+            yield part
+
+    def within(self, offset: Numbers) -> tuple[slice, ...]:
+        """Return its index in a tensor that begins at this offset of the global one."""
+        return index([a - b for a, b in zip(self.offset, offset, strict=True)], self.shape)
+
+
+@functools.lru_cache(maxsize=1 << 16)  # a tensor's moments have its boxes, in this save and in the next one
+def boxes_of(
+    shape: Numbers, layout: Layout, shard: FlatShard | None, mesh: Mesh, rank: int, member: int | None = None
+) -> tuple[Box, ...]:
+    """Return the boxes of a global tensor that a rank has, those with elements.
+
+    shard: the flat shard that it keeps; None: all. member: of this entry of a stack, which has one dim less.
+    """
+    boxes = _each_box(shape, layout, shard, mesh, mesh.coords(rank)) if 0 not in shape else ()
+    if member is None:
+        return tuple(boxes)
+    of_member = (b.inside((member, *(0,) * (len(shape) - 1)), (1, *shape[1:])) for b in boxes)
+    return tuple(replace(b, offset=b.offset[1:], shape=b.shape[1:]) for b in of_member if b is not None)
+
+
+def _each_box(
+    shape: Numbers, layout: Layout, shard: FlatShard | None, mesh: Mesh, coords: Mapping[str, int]
+) -> Iterator[Box]:
+    columns = (_columns(box, 1, 2, 0) for box in layout.boxes(shape, mesh, coords))
+    held = [Box(offset, size, start) for offset, size, start in columns]
+    if shard is None:
+        yield from held
+        return
+    for stretch in shard.boxes():
+        (start, form), (element, _) = _columns(stretch, 0, 1), elements(stretch, shard.shape)
+        for box in held:
+            if (common := overlap(start, form, box.start, box.shape)) is not None:
+                offset = tuple(a + b - c for a, b, c in zip(box.offset, common[0], box.start, strict=True))
+                inside = tuple(a - b for a, b in zip(common[0], start, strict=True))
+                yield Box(offset, common[1], inside, form, element - shard.start)
+
+
+def _columns(rows: Sequence[Sequence[int]], *columns: int) -> list[Numbers]:
+    return [tuple(row[c] for row in rows) for c in columns]
+
+
+# --- tensors of which a box is read without the rest: in memory, in files, or on a tape
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A tensor that is read by slice.
+
+    read(offset, shape): returns a box of it, on the CPU; it may be the source's own memory. computed: the tensor is in
+    memory, or computed as a whole, so that a slice costs no less. name: of a tensor that is exported.
+    """
+
+    shape: Numbers
+    dtype: torch.dtype
+    read: Callable[[Numbers, Numbers], Tensor]
+    computed: bool = False
+    name: str = ""
+
+    def tensor(self) -> Tensor:
+        """Return all of it."""
+        return self.read(*whole(self.shape))
+
+
+def in_memory(x: Tensor, *, computed: bool = False) -> Sliced:
+    """Return a tensor in memory: a real one, or a file mapped into memory, read page by page."""
+    return Sliced(tuple(x.shape), x.dtype, lambda *box: x.detach()[index(*box)], computed)
+
+
+def in_memory_by_name(tensors: Mapping[str, Any], *, computed: bool = False) -> dict[str, Sliced]:
+    """Return the tensors among these values; of one under several names, one object."""
+    one = {id(x): in_memory(x, computed=computed) for x in tensors.values() if isinstance(x, Tensor)}
+    return {n: one[id(x)] for n, x in tensors.items() if id(x) in one}
+
+
+def cast(of: Sliced, dtype: torch.dtype) -> Sliced:
+    """Return a tensor in another dtype."""
+    return Sliced(of.shape, dtype, lambda *box: of.read(*box).to(dtype), of.computed)
+
+
+def joined(members: Sequence[Sliced], dim: int, *, new: bool) -> Sliced:
+    """Join tensors along a dim. new: a new dim (stack), or one of theirs (cat)."""
+    shape, dtype = members[0].shape, members[0].dtype
+    sizes = [1 if new else x.shape[dim] for x in members]
+
+    def read(offset: Numbers, size: Numbers) -> Tensor:
+        begin, behind = 0, size[dim + 1 :]
+        slices = [] if size[dim] else [torch.empty(size, dtype=dtype)]
+        for x, n in zip(members, sizes, strict=True):
+            start, stop = max(offset[dim], begin), min(offset[dim] + size[dim], begin + n)
+            if start < stop and new:
+                slices.append(x.read((*offset[:dim], *offset[dim + 1 :]), (*size[:dim], *behind)).unsqueeze(dim))
+            elif start < stop:
+                at = (*offset[:dim], start - begin, *offset[dim + 1 :])
+                slices.append(x.read(at, (*size[:dim], stop - start, *behind)))
+            begin += n
+        return torch.cat(slices, dim)
+
+    joined_shape = (*shape[:dim], sum(sizes), *shape[dim + (not new) :])
+    return Sliced(joined_shape, dtype, read, any(x.computed for x in members))
+
+
+# --- what a rank has of a program's tensors
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a global tensor.
+
+    stored: shape of the global tensor that `local` is a part of. shard: local is 1-d, this flat shard of the local
+    part; None: it is the local part. written: this rank writes it, and no other one that has the same part. member:
+    that tensor is a stack of several model parameters, and this is the part of one of them.
+    """
+
+    local: Tensor
+    stored: Numbers
+    layout: Layout = field(default_factory=Layout)
+    shard: FlatShard | None = None
+    written: bool = True
+    member: int | None = None
+
+    @property
+    def shape(self) -> Numbers:
+        """The shape of the whole tensor."""
+        return self.stored if self.member is None else self.stored[1:]
+
+    def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
+        """Return the boxes of the part that have elements."""
+        return boxes_of(self.stored, self.layout, self.shard, mesh, rank, self.member)
 
 
 def replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:

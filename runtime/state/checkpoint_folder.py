@@ -16,7 +16,8 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.boxes import Box
-from shardc.runtime.state.checkpoint_index import DIGEST, FILE, Index, Numbers, Slice, Stored, overlap
+from shardc.runtime.state.boxes import Box, Numbers
+from shardc.runtime.state.checkpoint_index import DIGEST, FILE, Index, Slice, Stored
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 # --- slices of files, read and checked against their digests
+
+READERS = 2  # slices that a rank reads at once: one is checked while another comes from the disk
 
 
 def damage(file: Path, key: str, s: Slice) -> DamagedError:
@@ -52,40 +55,50 @@ def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
     return hasher.hexdigest() == s.digest
 
 
-def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:
-    """Read one slice, and copy its overlap with each box into place; return False if its digest differs."""
-    (box, target), *others = boxes
-    direct = (
-        not others
-        and (box.offset, box.shape) == (s.offset, s.shape)
-        and target.dtype == stored.dtype
-        and target.device.type == "cpu"
-        and target.is_contiguous()
-    )
-    buffer = target if direct else torch.empty(s.shape, dtype=stored.dtype)
+def read_boxes(path: Path, index: Index, wanted: Iterable[tuple[str, Box, Tensor]]) -> list[DamagedError]:
+    """Read boxes of a checkpoint's tensors, (key, box, local tensor), into place; return the damaged slices.
+
+    Each slice is read once, two at a time, in the order of the files.
+    """
+    targets: dict[Slice, list[tuple[Box, Tensor]]] = {}
+    keys: dict[Slice, str] = {}
+    for key, box, local in wanted:
+        for s in index.tensors[key].slices:
+            if (common := box.inside(s.offset, s.shape)) is not None:
+                targets.setdefault(s, []).append((common, common.of(local)))
+                keys[s] = key
+    errors: list[DamagedError] = []
+    with ThreadPoolExecutor(READERS) as readers:
+        for number in sorted({s.file for s in targets}):
+            slices = sorted((s for s in targets if s.file == number), key=lambda s: s.start)
+            file = path / index.files[number].name
+            with disk_calls.opened(file) as descriptor:
+
+                def read(s: Slice, descriptor: int = descriptor) -> bool:
+                    return _read_slice(descriptor, index.tensors[keys[s]].dtype, s, targets[s])
+
+                whole = list(readers.map(read, slices))
+            errors += [damage(file, keys[s], s) for s, fine in zip(slices, whole, strict=True) if not fine]
+    return errors
+
+
+def _read_slice(descriptor: int, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]) -> bool:
+    """Read one slice, and copy parts of it to their places; return False if its digest differs."""
+    x = parts[0][1]  # read into directly if it is the slice
+    direct = x.shape == s.shape and x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous() and not parts[1:]
+    buffer = x if direct else torch.empty(s.shape, dtype=dtype)
     if not _read_into(descriptor, buffer, s):
         return False
-    for box, target in () if direct else boxes:
-        common = overlap(box.offset, box.shape, s.offset, s.shape)
-        assert common is not None
-        to, source = (
-            tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, origin, strict=True))
-            for origin in (box.offset, s.offset)
-        )
-        target[to].copy_(buffer[source])
+    for box, target in () if direct else parts:
+        target.copy_(buffer[box.within(s.offset)])
     return True
 
 
 def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers) -> Tensor:
     """Read a box of a tensor of one checkpoint to the CPU. Raises DamagedError for a damaged slice."""
-    stored = index.tensors[key]
-    tensor = torch.empty(shape, dtype=stored.dtype)
-    box = Box(offset, shape, (), None)
-    for s in stored.overlapping(offset, shape):
-        file = path / index.files[s.file].name
-        with disk_calls.opened(file) as descriptor:
-            if not read_slice(descriptor, stored, s, [(box, tensor)]):
-                raise damage(file, key, s)
+    tensor = torch.empty(shape, dtype=index.tensors[key].dtype)
+    for error in read_boxes(path, index, [(key, Box.alone(offset, shape), tensor)]):
+        raise error
     return tensor
 
 
@@ -178,11 +191,6 @@ def free_name(folder: Path, step: int) -> Path:
     return folder / (f"step-{step:06d}" + (f".{number}" if number > 1 else ""))
 
 
-def renamed_path(g: Generation) -> Path:
-    """Return the new name for a checkpoint when training goes back before it."""
-    return g.path.with_name(g.path.name + ".old")
-
-
 def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
     """Keep the last `keep` complete checkpoints and everything newer; remove the rest.
 
@@ -200,6 +208,16 @@ def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
     return removed
 
 
+def words(error: BaseException, *, fix: bool = False) -> str:
+    """Return an error in one line, for other ranks. fix: with how to fix it."""
+    if isinstance(error, ShardcError):
+        fault = "; ".join(f"{e.where}: {e.what}" if e.where else e.what for e in error.errors)
+        return f"{fault}; {error.fix}" if fix and error.fix else fault
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+    return f"{type(error).__name__}: {error}"
+
+
 # --- one checkpoint
 
 
@@ -207,9 +225,11 @@ def read_index(path: Path) -> Index:
     """Read the index of one checkpoint. Raises DamagedError if it is damaged, ShardcError if missing."""
     where = str(path / checkpoint_index.NAME)
     try:
-        return checkpoint_index.from_bytes(
+        index = checkpoint_index.from_bytes(
             disk_calls.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES)
         )
+        checkpoint_index.check(index)
+        return index
     except (FileNotFoundError, NotADirectoryError):
         if path.is_dir() and any(re.fullmatch(FILE, n) for n in os.listdir(path)):
             raise DamagedError("the index is missing", where=where) from None
@@ -218,8 +238,14 @@ def read_index(path: Path) -> Index:
         raise DamagedError(f"the index cannot be read: {e}", where=where) from None
 
 
-def check_file(path: Path, index: Index, number: int) -> None:
+def check_files(path: Path, index: Index) -> None:
     """Raise DamagedError if a file is not the indexed one, by its size and header."""
+    for number in range(len(index.files)):
+        check_file(path, index, number)
+
+
+def check_file(path: Path, index: Index, number: int) -> None:
+    """Raise DamagedError if this file is not the indexed one."""
     file = index.files[number]
     where = str(path / file.name)
     try:
@@ -243,9 +269,7 @@ def check_file(path: Path, index: Index, number: int) -> None:
 def complete(path: Path) -> bool:
     """Return whether a checkpoint is complete, without reading the tensors."""
     try:
-        index = read_index(path)
-        for number in range(len(index.files)):
-            check_file(path, index, number)
+        check_files(path, read_index(path))
     except ShardcError:
         return False
     return True

@@ -24,9 +24,11 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
+from torch import Tensor
 from xxhash import xxh3_128
 
 from shardc import text_file
+from shardc.runtime.state.boxes import disjoint
 from shardc.runtime.state.tensor_file import MAX_HEADER
 
 NAME = "index.json"
@@ -95,9 +97,8 @@ class Stored(NamedTuple):
     shape: Sizes
     slices: tuple[Slice, ...] = ()
 
-    def overlapping(self, offset: Numbers, shape: Numbers) -> list[Slice]:
-        """Return the slices that make up a box of the tensor."""
-        return [s for s in self.slices if overlap(offset, shape, s.offset, s.shape) is not None]
+    def with_slices(self, more: Iterable[Slice]) -> Stored:
+        return self._replace(slices=(*self.slices, *more))
 
     def nbytes(self, x: Slice) -> int:
         return math.prod(x.shape) * self.dtype.itemsize
@@ -125,40 +126,7 @@ class Index:
         return sum(f.nbytes for f in self.files)
 
 
-# --- boxes, each an offset and a shape
-
-Numbers = tuple[int, ...]
-
-
-def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tuple[Numbers, Numbers] | None:
-    """Return the intersection of two boxes; None if it is empty."""
-    start = tuple(map(max, offset, other))
-    size = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(offset, shape, other, of, start, strict=True))
-    return (start, size) if all(n > 0 for n in size) else None
-
-
-def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
-    """Return whether no two boxes share an element."""
-    behind: list[tuple[Numbers, Numbers]] = []
-    for offset, shape in sorted(boxes):
-        if not shape:
-            if behind:
-                return False
-        else:
-            behind = [(o, s) for o, s in behind if o[0] + s[0] > offset[0]]
-            if any(overlap(offset, shape, o, s) is not None for o, s in behind):
-                return False
-        behind.append((offset, shape))
-    return True
-
-
 # --- as text
-
-
-def tables(files: tuple[File, ...], tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    """Return files and tensors as JSON values."""
-    entries = {n: (str(t.dtype).removeprefix("torch."), t.shape, t.slices) for n, t in tensors.items()}
-    return {"files": files, "tensors": entries}
 
 
 def json_number(x: Any) -> Any:
@@ -168,19 +136,50 @@ def json_number(x: Any) -> Any:
     raise TypeError(f"Object of type {type(x).__name__} is not JSON serializable")
 
 
+_PAIRS = "pairs of a dict"  # JSON's keys are strings only
+
+
+def plain(x: Any) -> Any:
+    """Convert tensors, tuples and dicts inside a value to those of JSON."""
+    if isinstance(x, Tensor):
+        return x.tolist()
+    if isinstance(x, Mapping):
+        if all(isinstance(k, str) for k in x):
+            return {k: plain(v) for k, v in x.items()}
+        return {_PAIRS: [[plain(k), plain(v)] for k, v in x.items()]}
+    return [plain(v) for v in x] if isinstance(x, (list, tuple)) else x
+
+
+def like(now: Any, saved: Any) -> Any:
+    """Convert what `plain` returned back to the types that a value has now: tensors, tuples, Counters."""
+    if isinstance(now, Tensor):
+        return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
+    if isinstance(saved, Mapping):
+        if saved.keys() == {_PAIRS}:
+            pairs = dict(saved[_PAIRS])
+            kind: Any = type(now)
+            return kind(pairs) if isinstance(now, Mapping) else pairs
+        return {k: like(now.get(k) if isinstance(now, Mapping) else None, v) for k, v in saved.items()}
+    if isinstance(saved, list):
+        present = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
+        items = [like(a, b) for a, b in zip(present, saved, strict=True)]
+        return tuple(items) if isinstance(now, tuple) else items
+    return saved
+
+
 def to_bytes(index: Index) -> bytes:
     """Return the bytes of the file. Raises TypeError, ValueError for values that JSON does not support."""
-    facts = {k: x for k, x in vars(index).items() if k not in ("files", "tensors")}
-    whole = {"format": KIND, "version": VERSION, **facts, **tables(index.files, index.tensors)}
-    lines = [f"{json.dumps(k)}: {json.dumps(x, default=json_number)}" for k, x in whole.items() if k != "tensors"]
-    entries = [f"{json.dumps(k)}: {json.dumps(x)}" for k, x in whole["tensors"].items()]
+    facts = {"format": KIND, "version": VERSION, **vars(index)}
+    lines = [f"{json.dumps(k)}: {json.dumps(x, default=json_number)}" for k, x in facts.items() if k != "tensors"]
+    tensors = {n: (str(t.dtype).removeprefix("torch."), t.shape, t.slices) for n, t in index.tensors.items()}
+    entries = [f"{json.dumps(k)}: {json.dumps(x)}" for k, x in tensors.items()]
     lines.append('"tensors": {' + ",\n".join(entries) + "}}\n")
     body = ",\n".join(lines).encode()
     return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
 
 
 def from_bytes(data: bytes) -> Index:
-    """Parse the index in a file. Raises ValueError with the fault."""
+    """Parse the index in a file: values of the right types, whose sense `check` checks. Raises ValueError."""
     head, _, body = data.partition(b"\n")
     try:
         table = json.loads(data.decode(), object_pairs_hook=text_file.unique)
@@ -192,37 +191,20 @@ def from_bytes(data: bytes) -> Index:
             raise ValueError(f"it is of version {table.get('version')!r}, and this shardc reads {VERSION}")
         if head != b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",':
             raise ValueError("its SHA-256 differs from the one in its first line: it was cut off, damaged or edited")
-        return _checked(table)
+        keys = {"sha256", "format", "version", *Index.__dataclass_fields__}
+        if table.keys() != keys:
+            raise ValueError(f"it has the keys {', '.join(map(repr, sorted(table)))}, and should have {sorted(keys)}")
+        return _INDEX.validate_python({k: table[k] for k in Index.__dataclass_fields__})
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as e:
         raise ValueError(f"it is not text: byte {e.start}") from None
 
 
-def _checked(found: dict[str, Any]) -> Index:
-    keys = {"sha256", "format", "version", *Index.__dataclass_fields__}
-    if found.keys() != keys:
-        raise ValueError(f"it has the keys {', '.join(map(repr, sorted(found)))}, and should have {sorted(keys)}")
-    index: Index = _as(_INDEX, {k: found[k] for k in Index.__dataclass_fields__})
-    check(index)
-    return index
-
-
-def _as(form: TypeAdapter[Any], found: Any) -> Any:
-    try:
-        return form.validate_python(found)
-    except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-
 _INDEX = TypeAdapter(Index)
-_FILES, _TENSORS = TypeAdapter(tuple[File, ...]), TypeAdapter(dict[str, Stored])
-
-
-def read_tables(found: Mapping[str, Any]) -> tuple[tuple[File, ...], dict[str, Stored]]:
-    """Parse what `tables` made for one rank."""
-    return _as(_FILES, found["files"]), _as(_TENSORS, found["tensors"])
 
 
 def check(index: Index) -> None:

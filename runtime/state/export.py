@@ -16,6 +16,8 @@ import copy
 import functools
 import itertools
 import json
+import math
+import operator
 import os
 import re
 import shutil
@@ -35,13 +37,12 @@ from shardc.ir.stored import Buffer, Param
 from shardc.optional import registered
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import kept
+from shardc.runtime.state.boxes import Numbers, Sliced, index, kept, whole
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, stretches, whole
-from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, open_safetensors
+from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
@@ -55,8 +56,8 @@ _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\
 #: In the metadata of every file written here, which may be overwritten; files of others need `overwrite`.
 _MARK = {"written by": "shardc"}
 
-#: Yields what a rank holds of a tensor: (ranges of the global tensor, values).
-Held = Callable[[str], Iterable[tuple[Ranges, Tensor]]]
+#: Yields what a rank holds of a tensor: (offset, shape, values) of boxes.
+Held = Callable[[str], Iterable[tuple[Numbers, Numbers, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,15 @@ class Output:
     of: names of the tensors that it is computed from; itself: it is one of them, unchanged.
     """
 
-    entry: Entry
+    name: str
+    dtype: torch.dtype
     ref: Ref
     of: tuple[str, ...]
     itself: bool
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.ref.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Layout:
     """The files of one folder. stem: "model" or "adapter_model"; outputs: their tensors, in order.
 
     values: of named tensors, during a computation. metadata: in every file's header. finish: writes the other files of
-    the folder.
+    the folder. single: the only file, of any size and name.
     """
 
     folder: Path
@@ -87,18 +93,21 @@ class Layout:
     values: dict[str, Tensor]
     metadata: Mapping[str, str]
     finish: Callable[[], None]
+    single: Path | None
 
-    def split(self, max_bytes: int) -> list[list[Output]]:
-        """Return the outputs of each file, of at most `max_bytes` (or one tensor)."""
+    def files(self, max_bytes: int) -> dict[Path, list[Output]]:
+        """Return the outputs of each file, of at most `max_bytes` or one tensor."""
         groups: list[list[Output]] = [[]]
         size = 0
         for x in self.outputs:
-            if groups[-1] and size + x.entry.nbytes > max_bytes:
+            if groups[-1] and size + x.nbytes > max_bytes and self.single is None:
                 groups.append([])
                 size = 0
             groups[-1].append(x)
-            size += x.entry.nbytes
-        return groups
+            size += x.nbytes
+        ends = [f"-{i + 1:05d}-of-{len(groups):05d}" for i in range(len(groups))] if groups[1:] else [""]
+        finals = (self.single or self.folder / f"{self.stem}{end}.safetensors" for end in ends)
+        return dict(zip(finals, groups, strict=True))
 
 
 # --- from an engine ---------------------------------------------------------------------------------------------------
@@ -133,7 +142,7 @@ def export_safetensors(
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
     shapes = {n: (shape, x.dtype) for n, (x, shape) in tensors.items()}
     layouts = plan(path, shapes, ties, model, carried, dtype, program, merge=merge)
-    targets = [path] if path.suffix == ".safetensors" else [x.folder for x in layouts]
+    targets = [x.single or x.folder for x in layouts]
     asked = targets if mesh.rank == 0 and not overwrite else []
     foreign = next((file for x in asked if (file := foreign_weights(x)) is not None), None)
     _, words = agreement.failures(mesh, None if foreign is None else str(foreign))
@@ -141,11 +150,11 @@ def export_safetensors(
         raise refused(Path(words), "pass overwrite=True")
     parts = held.model_parts()
 
-    def held_of(name: str) -> Iterator[tuple[Ranges, Tensor]]:
+    def held_of(name: str) -> Iterator[tuple[Numbers, Numbers, Tensor]]:
         part = parts.get(f"model.{name}")
-        if part is not None and part.written(mesh.layout, mesh.rank):
+        if part is not None and part.written:
             for box in part.boxes(mesh.layout, mesh.rank):
-                yield list(zip(box.offset, box.shape, strict=True)), box.of(part.local.detach())
+                yield box.offset, box.shape, box.of(part.local.detach())
 
     def gathered(name: str) -> Tensor:
         x, _ = tensors[name]
@@ -153,7 +162,7 @@ def export_safetensors(
         return x.by_name(gathered_entry(program, mesh, x, source))[name]
 
     for layout in layouts:
-        write(layout, held_of, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
+        write(layout, held_of, gathered, mesh, max_file_bytes)
     return [layout.folder for layout in layouts]
 
 
@@ -199,8 +208,8 @@ def plan(
     """
     recorder, values = Recorder(), dict[str, Tensor]()
 
-    def read(name: str, ranges: Ranges) -> Tensor:  # of what was gathered
-        return values[name][index(ranges)]
+    def read(name: str, *box: Numbers) -> Tensor:  # of what was gathered
+        return values[name][index(*box)]
 
     on_tape = {
         n: recorder.stored(Sliced(shape, stored, functools.partial(read, n), name=n))
@@ -211,12 +220,12 @@ def plan(
 
     def layout(at: Path, stem: str, saved: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
         outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in saved.items()), key=lambda x: x.of))
-        if wide := {x.entry.name: x.entry.dtype for x in outputs if x.entry.dtype not in NAMES}:
+        if wide := {x.name: x.dtype for x in outputs if x.dtype not in NAMES}:
             fix = "save a checkpoint instead (engine.save), or train in complex64"
             kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in wide.values()}))
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
         metadata = {k: v for k, v in ties.items() if v in saved}
-        return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
+        return Layout(at, stem, outputs, recorder.tape, values, metadata, finish, path if single else None)
 
     for exported in registered("runtime", "exported", program.features if program is not None else ()):
         with recorder.recording():
@@ -230,7 +239,7 @@ def plan(
     if not single and model is not None and "" in pretrained_modules(model):
         kept_names = _distinct(model, named, ties)
         saved = _reverted(model, {n: named[n] for n in kept_names}, recorder)
-        finish = _hf_files(model, folder, carried, dtype)
+        finish = functools.partial(_write_hf_files, model, folder, carried, dtype)
         return [layout(folder, "model", saved, {}, finish)]
     return [layout(folder, "model", on_tape, ties, lambda: None)]
 
@@ -241,7 +250,7 @@ def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None)
     stored = (tape.entries[i].args[0] for i in tape.closure([ref.storage]) if tape.entries[i].func is None)
     read = tuple(x.name for x in stored if x.name)
     source = tape.source(ref)
-    return Output(Entry(name, written, ref.shape), ref, read, source is not None and source.name != "")
+    return Output(name, written, ref, read, source is not None and source.name != "")
 
 
 def skeleton(model: nn.Module | None) -> nn.Module | None:
@@ -284,11 +293,7 @@ def _adapters(
         tensors = get_peft_model_state_dict(model, dict(named), adapter_name=name, save_embedding_layers=False)
         inference = copy.deepcopy(config)
         inference.inference_mode = True
-
-        def finish(at: Path = at, config: Any = inference) -> None:
-            config.save_pretrained(at)
-
-        yield at, tensors, finish
+        yield at, tensors, functools.partial(inference.save_pretrained, at)
 
 
 def _distinct(model: Any, named: Mapping[str, Tensor], ties: Mapping[str, str]) -> list[str]:
@@ -310,23 +315,20 @@ def _reverted(model: Any, found: dict[str, Tensor], recorder: Recorder) -> dict[
         return dict(revert_weight_conversion(model, found))
 
 
-def _hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch.dtype | None) -> Callable[[], None]:
-    def finish() -> None:
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        model_dtype = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
-        config.dtype = str(model_dtype).removeprefix("torch.")
-        config.save_pretrained(folder)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-        if carried is not None and carried.is_dir() and carried.resolve() != folder.resolve():
-            for file in sorted(carried.iterdir()):
-                if file.is_file() and _CARRIED.fullmatch(file.name):
-                    shutil.copyfile(file, folder / file.name)
-            if (templates := carried / "additional_chat_templates").is_dir():
-                shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
-
-    return finish
+def _write_hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch.dtype | None) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    model_dtype = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+    config.dtype = str(model_dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    if carried is not None and carried.is_dir() and carried.resolve() != folder.resolve():
+        for file in sorted(carried.iterdir()):
+            if file.is_file() and _CARRIED.fullmatch(file.name):
+                shutil.copyfile(file, folder / file.name)
+        if (templates := carried / "additional_chat_templates").is_dir():
+            shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -338,17 +340,17 @@ def write(
     gathered: Callable[[str], Tensor],
     mesh: Any,
     max_bytes: int = MAX_FILE_BYTES,
-    single: Path | None = None,
 ) -> None:
     """Write a folder's files; each rank writes what it holds. They appear when complete. Collective.
 
-    gathered: returns a whole tensor; all ranks call it in the same order. single: the one file, of any size.
+    gathered: returns a whole tensor; all ranks call it in the same order.
     Raises ShardcError on all ranks. Old files are unchanged if writing failed; if a rename or a config failed, some are
     replaced.
     """
-    groups = [list(layout.outputs)] if single is not None else layout.split(max_bytes)
-    parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
-    headers = [header([x.entry for x in group], {**layout.metadata, **_MARK}) for group in groups]
+    files = layout.files(max_bytes)
+    parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(files))]
+    metadata = {**layout.metadata, **_MARK}
+    headers = [header([(x.name, x.dtype, x.ref.shape) for x in group], metadata) for group in files.values()]
     problem: OSError | None = None
 
     def tried(work: Callable[..., None], *args: Any) -> None:
@@ -363,81 +365,87 @@ def write(
     if mesh.rank == 0:
         tried(_begin, layout.folder, parts, headers)
     _agree(mesh, problem, layout.folder)
-    for group, part, (_, placed) in zip(groups, parts, headers, strict=True):
-        files: list[int] = []
-        tried(lambda part: files.append(os.open(part, os.O_WRONLY | os.O_CLOEXEC)), part)  # noqa: B023 (called at once)
+    for group, part, (_, starts) in zip(files.values(), parts, headers, strict=True):
+        opened: list[int] = []
+        tried(lambda part: opened.append(os.open(part, os.O_WRONLY | os.O_CLOEXEC)), part)  # noqa: B023 (called at once)
         try:
-            for entry, place, data in _data(layout, list(zip(group, placed, strict=True)), held, gathered, mesh.rank):
-                tried(_write_slice, *files, entry, place, data)
-            tried(disk_calls.sync, *files)
+            placed = list(zip(group, starts, strict=False))
+            for each in _data(layout, placed, held, gathered, mesh.rank):
+                tried(_write_slice, *opened, *each)
+            tried(disk_calls.sync, *opened)
         finally:
-            for descriptor in files:
+            for descriptor in opened:
                 os.close(descriptor)
     _agree(mesh, problem, layout.folder)
     if mesh.rank == 0:
-        tried(_rename_files, layout, groups, parts, single)
+        tried(_rename_files, layout, files, parts)
         tried(layout.finish)
         tried(disk_calls.sync_folder, layout.folder)
     _agree(mesh, problem, layout.folder)
 
 
-def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, list[Entry]]]) -> None:
+def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, list[int]]]) -> None:
     """Create files of their full length, with their headers."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part, (first, placed) in zip(parts, headers, strict=True):
+    for part, (first, starts) in zip(parts, headers, strict=True):
         part.unlink(missing_ok=True)
         disk_calls.write_file(part, first)
-        os.truncate(part, placed[-1].stop if placed else len(first))
+        os.truncate(part, starts[-1])
 
 
 def _data(
-    layout: Layout, outputs: Sequence[tuple[Output, Entry]], held: Held, gathered: Callable[[str], Tensor], rank: int
-) -> Iterator[tuple[Entry, Ranges, Tensor]]:
-    """Yield what this rank writes: (entry, ranges, numbers). Computes what shares inputs together."""
+    layout: Layout, outputs: Sequence[tuple[Output, int]], held: Held, gathered: Callable[[str], Tensor], rank: int
+) -> Iterator[tuple[Output, int, Numbers, Numbers, Tensor]]:
+    """Yield what this rank writes: (output, its first byte, offset and shape of a box, numbers).
+
+    Computes what shares inputs together.
+    """
     for (itself, names), group in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
         together = list(group)
         if itself:
-            for x, entry in together:
-                yield from ((entry, ranges, local.detach()) for ranges, local in held(x.of[0]))
+            for x, start in together:
+                yield from ((x, start, *box) for box in held(x.of[0]))
             continue
         layout.values.update({name: gathered(name) for name in names})
         if rank == 0:
             computed = layout.tape.replay([x.ref for x, _ in together], None)
-            yield from ((e, whole(e.shape), x) for (_, e), x in zip(together, computed, strict=True))
+            yield from ((*pair, *whole(tuple(x.shape)), x) for pair, x in zip(together, computed, strict=True))
         layout.values.clear()
 
 
-def _write_slice(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> None:
-    """Write a slice of a tensor to its place in a file."""
-    length, starts = stretches(entry.shape, place)
-    size, memory = length * entry.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=entry.dtype).contiguous())
+def _write_slice(descriptor: int, x: Output, first: int, offset: Numbers, shape: Numbers, data: Tensor) -> None:
+    """Write a box of a tensor to its place in a file. first: where the tensor begins there."""
+    length, starts = _stretches(x.ref.shape, offset, shape)
+    size, memory = length * x.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=x.dtype).contiguous())
     for i, start in enumerate(starts):
-        disk_calls.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
+        disk_calls.write(descriptor, memory[i * size : (i + 1) * size], first + start * x.dtype.itemsize)
 
 
-def _rename_files(
-    layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None
-) -> None:
+def _stretches(shape: Numbers, offset: Numbers, size: Numbers) -> tuple[int, list[int]]:
+    """Return a box's contiguous parts in row-major order: (elements of each, where each begins)."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    inner = len(shape)
+    while inner and (inner == len(shape) or size[inner] == shape[inner]):
+        inner -= 1  # this dim's range is contiguous, as all dims after it are whole
+    first = sum(map(operator.mul, offset[inner:], strides[inner:]))
+    outer = itertools.product(*(range(a, a + n) for a, n in zip(offset[:inner], size[:inner], strict=True)))
+    return math.prod(size[inner:]), [first + sum(map(operator.mul, at, strides)) for at in outer]
+
+
+def _rename_files(layout: Layout, files: Mapping[Path, Sequence[Output]], parts: Sequence[Path]) -> None:
     """Rename the written files to their final names; remove those of an earlier export."""
-    many = len(groups) > 1
-    names = [
-        f"{layout.stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" if many else f"{layout.stem}.safetensors"
-        for i in range(len(groups))
-    ]
-    finals = [single] if single is not None else [layout.folder / name for name in names]
-    for part, final in zip(parts, finals, strict=True):
+    for part, final in zip(parts, files, strict=True):
         disk_calls.rename(part, final)
-    if single is not None:
+    if layout.single is not None:
         return
-    index_name = f"{layout.stem}.safetensors.index.json"
-    if many:
-        weight_map = {x.entry.name: name for group, name in zip(groups, names, strict=True) for x in group}
-        total = sum(x.entry.nbytes for x in layout.outputs)
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        (layout.folder / index_name).write_text(text + "\n")
+    new, index_file = {*files}, layout.folder / f"{layout.stem}.safetensors.index.json"
+    if len(files) > 1:
+        weight_map = {x.name: final.name for final, group in files.items() for x in group}
+        metadata = {"total_size": sum(x.nbytes for x in layout.outputs)}
+        index_file.write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+        new.add(index_file)
     for file in layout.folder.iterdir():
-        stale = _WEIGHTS.fullmatch(file.name) and file.name.startswith(layout.stem)
-        if stale and file.name not in names and not (many and file.name == index_name):
+        if _WEIGHTS.fullmatch(file.name) and file.name.startswith(layout.stem) and file not in new:
             file.unlink()
 
 

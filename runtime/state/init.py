@@ -10,8 +10,9 @@ every mesh gets the numbers that the builder makes on one device.
 from __future__ import annotations
 
 import copy
+import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
+from shardc.runtime.state.boxes import Numbers, Sliced, index
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.pretrained import lazily
-from shardc.runtime.state.sliced_tensors import Sliced, index
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]
@@ -41,11 +42,17 @@ class Recipe:
     notes: tuple[str, ...] = ()
     folder: Path | None = None
 
-    def sliced(self, fqn: str, seed: int) -> Sliced:
-        """Return a tensor as its source by slice, or computed by `materialise`."""
-        ref = self.names[fqn]
-        computed = Sliced(ref.shape, ref.dtype, lambda ranges: self.materialise(fqn, seed)[index(ranges)], True)
-        return self.tape.source(ref) or computed
+    def tensors(self, seed: int) -> dict[str, Sliced]:
+        """Return each tensor as its source by slice, or computed by `materialise`. Tied ones are one object."""
+        one: dict[Ref, Sliced] = {}
+        for name, ref in self.names.items():
+            if ref not in one:
+                read = functools.partial(self._computed, name, seed)
+                one[ref] = self.tape.source(ref) or Sliced(ref.shape, ref.dtype, read, True)
+        return {name: one[ref] for name, ref in self.names.items()}
+
+    def _computed(self, fqn: str, seed: int, *box: Numbers) -> Tensor:
+        return self.materialise(fqn, seed)[index(*box)]
 
     def materialise(self, fqn: str, seed: int) -> Tensor:
         """Compute the whole tensor of this name, in the builder's dtype; it may be memory of the builder.
@@ -113,19 +120,17 @@ def record_reset(model: nn.Module) -> Recipe:
     errors.raise_any()
     duplicate = copy.deepcopy(model)
 
+    unset = {id(x) for _, x in named_tensors(duplicate) if x.is_meta}
+    todo = [m for m in duplicate.modules() if any(id(x) in unset for x in _tensors_of(m))]
+    fresh: dict[int, Tensor] = {}
+
+    def empty(x: Tensor) -> Tensor:
+        return fresh.setdefault(id(x), torch.empty(x.shape, dtype=x.dtype)) if id(x) in unset else x
+
     def build() -> nn.Module:
-        fresh: dict[int, Tensor] = {}
-        for module in duplicate.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, x in tensors.items():
-                    if x is not None and x.untyped_storage().device.type == "meta":
-                        empty = torch.empty(x.shape, dtype=x.dtype)
-                        cloned = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-                        tensors[name] = fresh.setdefault(id(x), cloned)  # type: ignore[assignment]
-        changed = {id(x) for x in fresh.values()}
-        for module in duplicate.modules():
-            reset = _reset_of(module)
-            if reset is not None and any(id(x) in changed for x in _tensors_of(module)):
+        duplicate._apply(empty)  # type: ignore[no-untyped-call]  # tied parameters share memory then
+        for module in todo:
+            if (reset := _reset_of(module)) is not None:
                 reset()
         return duplicate
 
@@ -167,10 +172,7 @@ def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
     registered = {id(x) for _, x in named_tensors(model)}
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value):
-                vars(module)[name] = pytree.tree_map(real, value)
-
-
-def _holds_tensors(x: Any) -> bool:
-    children: Iterable[Any] = x.values() if type(x) is dict else x if type(x) in (list, tuple) else ()
-    return isinstance(x, Tensor) or any(map(_holds_tensors, children))
+            if name not in ("_parameters", "_buffers", "_modules"):
+                leaves, form = pytree.tree_flatten(value)
+                if any(isinstance(x, Tensor) for x in leaves):  # else it stays the same object
+                    vars(module)[name] = pytree.tree_unflatten(map(real, leaves), form)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.runtime.state.sliced_tensors import Sliced, cast, in_memory, joined
+from shardc.runtime.state.boxes import Sliced, cast, in_memory, joined
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
 #: Held during recording and replay: both change global state, such as the generator's.
@@ -233,10 +233,6 @@ class _Memory:
 class RandomValueError(Exception):
     """A value that Python reads depends on this random op."""
 
-    def __init__(self, entry: Entry) -> None:
-        super().__init__(entry.name)
-        self.entry = entry
-
 
 # --- the recording
 
@@ -246,10 +242,11 @@ class RandomValueError(Exception):
 _SEEDS = 0x5EED_0F_4E0B_0000
 
 
-class Recorder:
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Recorder() as r:` records on `r.tape`; `r.ref(tensor)` is a tensor's place on it."""
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self._held: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their ids stay unique
         self._shadows: dict[int, Tensor] = {}  # of real tensors' storages: meta tensors of the same size
@@ -266,7 +263,8 @@ class Recorder:
         self._seeded(torch.default_generator, _SEEDS + len(self.tape.randoms))
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
         self._stack.enter_context(_Pretend(self))
-        self._stack.enter_context(_Dispatch(self))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._stack.push(super().__exit__)
         self._open = True
         return self
 
@@ -307,7 +305,7 @@ class Recorder:
         except RandomValueError as e:
             place = source.of_call()
             raise ShardcError(
-                f"building the model reads the value of random numbers ({place.shown or e.entry.name})",
+                f"building the model reads the value of random numbers ({place.shown or e.args[0].name})",
                 where=place.line,
                 fix="pass a real model instead of its builder",
             ) from e
@@ -373,8 +371,9 @@ class Recorder:
 
     # --- ops
 
-    def op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op on meta tensors and put it on the tape if it makes or changes a tensor."""
+        kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
@@ -383,8 +382,9 @@ class Recorder:
             return func(*self._values(args), **self._values(kwargs))
         if any(a.name == "device" for a in func._schema.arguments) and not _tensors((args, kwargs)):
             kwargs = {**kwargs, "device": torch.device("cpu")}  # made explicit, so that replay can replace it
-        changed = [x for a, x in _by_name(func, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
-        changed = _tensors(changed)
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        changed = _tensors([given[name] for name in written if name in given])
         args, kwargs = (
             pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
         )
@@ -431,15 +431,6 @@ class Recorder:
         return pytree.tree_map(lambda x: self.value(x) if isinstance(x, Tensor) else x, arguments)
 
 
-class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.recorder.op(func, tuple(args), dict(kwargs or {}))
-
-
 _PRETENCES: dict[Any, Any] = {
     torch.Tensor.device.__get__: torch.device("cpu"),
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
@@ -461,15 +452,6 @@ class _Pretend(TorchFunctionMode):
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "meta":
             args = (self.recorder.value(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
-
-
-def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return (argument of the schema, its value) pairs."""
-    declared = func._schema.arguments
-    return [
-        *zip(declared, args, strict=False),
-        *((a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs),
-    ]
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.errors import Errors
+from shardc.ir.placement import Layout
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Part, Shards, by_name, copied, cut_axes, kept, replicas
-from shardc.runtime.state.checkpoint_index import Index
+from shardc.ir.stored import Buffer, Param
+from shardc.runtime.state.boxes import Part, Shards, copied, cut_axes, kept, replicas
 
 
 class Owners:
@@ -64,16 +63,6 @@ class Owners:
         """Return {name in checkpoints: parameter's placeholder} of each group; None: it steps stored parts."""
         return [None] * len(optimizer.param_groups)
 
-    def state_parts(self, optimizer: Optimizer, mesh: Any) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
-        """Return the state of what this rank owns: tensors as parts, the rest as JSON values by name."""
-        return {}, {}
-
-    def room_for(
-        self, optimizer: Optimizer, index: Index, parts: dict[str, Part], errors: Errors, folder: str
-    ) -> dict[str, dict[str, Any]]:
-        """Make new state, to be filled, of what this rank owns. Adds its tensors to parts, faults to errors."""
-        return {}
-
 
 class OwnersOptimizer(Optimizer):
     """An optimizer for a custom loop whose step moves values to owners and back. made: as the user made it."""
@@ -98,23 +87,23 @@ class RankState:
     shards: Shards = field(default_factory=dict)
     owners: Owners = field(default_factory=Owners)
 
-    def part(self, p: Param, x: Tensor) -> Part:
-        """Return the part that x, of a parameter's local shape, is of a global tensor."""
-        shard = self.shards.get(p.name)
-        cut = cut_axes(self.program, p) if shard is not None else ()
-        copy = copied(self.program, p, self.mesh)
-        return Part(x, p.shape, p.layout, shard, replicas(self.program, p.layout, cut), copy)
+    def parts(self, x: Param | Buffer, local: Tensor, *, whole: bool = False) -> dict[str, Part]:
+        """Return the part of a global tensor that `local` is, by name in a checkpoint; for a stack, one per member.
+
+        local: of x's local shape; whole: or a whole tensor, such as a count of steps, on every rank that has x.
+        """
+        program, coords, shard = self.program, self.mesh.layout.coords(self.mesh.rank), self.shards.get(x.name)
+        cut = cut_axes(program, x) if shard is not None and isinstance(x, Param) else ()
+        same = replicas(program, Layout() if whole else x.layout, cut)
+        written = not copied(program, x, self.mesh) and not any(coords[a] for a in same)
+        if whole:
+            return dict.fromkeys(x.members or (x.fqn,), Part(local, tuple(local.shape), written=written))
+        part = Part(local, x.shape, x.layout, shard, written)
+        return {n: replace(part, member=i) for i, n in enumerate(x.members)} or {x.fqn: part}
 
     def model_parts(self) -> dict[str, Part]:
         """Return the parts of parameters and buffers, by their names in a checkpoint."""
-        parts = {
-            f"model.{name}": part
-            for p in self.program.params
-            if p.name in self.params
-            for name, part in by_name(p, self.part(p, self.params[p.name])).items()
-        }
-        for b in kept(self.program):
-            if b.name in self.buffers:
-                copies, copy = replicas(self.program, b.layout), copied(self.program, b, self.mesh)
-                parts[f"model.{b.fqn}"] = Part(self.buffers[b.name], b.shape, b.layout, None, copies, copy)
-        return parts
+        held = {**self.params, **self.buffers}
+        stored: list[Param | Buffer] = [*self.program.params, *kept(self.program)]
+        parts = (self.parts(x, held[x.name]) for x in stored if x.name in held)
+        return {f"model.{n}": part for each in parts for n, part in each.items()}

@@ -14,8 +14,9 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, joined
-from shardc.runtime.state.sources import SAVED_MODEL, Weights, check_tensors
+from shardc.runtime.state.boxes import Sliced, boxes_of, in_memory, joined
+from shardc.runtime.state.fitting import SAVED_MODEL, check_tensors
+from shardc.runtime.state.sources import Weights
 
 # --- global tensors, from every rank's parts of them
 
@@ -108,7 +109,7 @@ def local_parts(
             whole = source.tensor()
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
         on_whole(x, whole)
-        return _local(x, whole, mesh)
+        return _read(x, in_memory(whole), mesh)
 
     def parts(stored: Sequence[Param] | Sequence[Buffer]) -> Iterator[tuple[Any, Tensor]]:
         for x in stored:
@@ -124,27 +125,22 @@ def local_parts(
 def blank(program: Program) -> Weights:
     """Return zeros without memory for all of a program's tensors, for weights that come later."""
 
-    def zeros(dtype: torch.dtype, ranges: Ranges) -> Tensor:
-        return torch.zeros((), dtype=dtype).expand([n for _, n in ranges])
+    @functools.cache  # tied names are one object
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Sliced:
+        return Sliced(shape, dtype, lambda _, size: torch.zeros((), dtype=dtype).expand(size))
 
     entries = [(n, shape, x.dtype) for x in program.params_and_buffers if x.fqn for n, shape in x.shapes.items()]
-    tensors = {n: Sliced(shape, dtype, functools.partial(zeros, dtype)) for n, shape, dtype in entries}
-    return Weights("engine", tensors, lambda names: True)
+    return Weights("engine", {n: zeros(shape, dtype) for n, shape, dtype in entries})
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
     """Return this rank's parts of the constants that capture lifted out of the code, by placeholder name."""
     coords = mesh.layout.coords(mesh.rank)
     return {
-        b.name: _local(b, b.constant, mesh)
+        b.name: _read(b, in_memory(b.constant), mesh)
         for b in program.buffers
         if b.constant is not None and program.has(b, coords)
     }
-
-
-def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
-    cut = x.layout.local(whole.detach(), mesh.layout, mesh.layout.coords(mesh.rank))
-    return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _source(x: Param | Buffer, given: Weights) -> Sliced:
@@ -155,10 +151,10 @@ def _source(x: Param | Buffer, given: Weights) -> Sliced:
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:
     """Read this rank's part only. Padding is zeros."""
-    coords = mesh.layout.coords(mesh.rank)
-    out = torch.zeros(x.layout.local_shape(x.shape, mesh.layout), dtype=x.dtype, device=mesh.device)
-    for box in x.layout.boxes(x.shape, mesh.layout, coords):
-        out[index([(start, n) for start, _, n in box])] = source.read([(start, n) for _, start, n in box]).to(x.dtype)
+    make = torch.zeros if x.layout.paddings() else torch.empty
+    out = make(x.layout.local_shape(x.shape, mesh.layout), dtype=x.dtype, device=mesh.device)
+    for box in boxes_of(x.shape, x.layout, None, mesh.layout, mesh.rank):
+        box.of(out).copy_(source.read(box.offset, box.shape))
     return out
 
 
@@ -180,7 +176,7 @@ def _check(program: Program, given: Weights) -> None:
             )
             continue
         expected |= dict.fromkeys(present, x.shape)
-        if not given.tied(present):
+        if present[0] in given.tensors and not given.tied(present):
             errors.add(
                 f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they"
                 " differ",

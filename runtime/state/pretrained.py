@@ -11,6 +11,7 @@ rank reads the slices that its part is made of (init_tape.py).
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
@@ -31,8 +32,9 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.layer_names import of_every_layer
+from shardc.runtime.state.boxes import in_memory
+from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init_tape import RECORDING, Recorder
-from shardc.runtime.state.sliced_tensors import in_memory
 from shardc.runtime.state.weight_files import WeightFiles, of_files
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree
@@ -72,8 +74,8 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> tuple[dic
     model.
     """
     want = named_state(model)
-    saved = {name: recorder.stored(x) for name, x in files.tensors.items()}
-    saved |= {other: saved[name] for other, name in files.ties.items()}
+    on_tape = {x: recorder.stored(x) for x in dict.fromkeys(files.tensors.values())}
+    saved = {name: on_tape[x] for name, x in files.tensors.items()}
     mapped: dict[str, Any] = {}
     extra: list[str] = []
     library = pretrained_modules(model)
@@ -88,15 +90,10 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> tuple[dic
     plain, left = _by_name(want, saved)
     if len(plain) > len(mapped):  # an adapter, a wrapper's whole state, a model that the library does not know
         mapped, extra = plain, left
-    errors = Errors()
-    for name, x in mapped.items():
-        if x.shape != want[name].shape:
-            errors.add(
-                f"{name} has the shape {list(x.shape)} in {files.path}, and {list(want[name].shape)} in the model",
-                where=name,
-                fix="make the model with the config of these weights, or rename the new tensors",
-            )
-    _fold(errors)
+    wanted, present = ({n: tuple(x[n].shape) for n in mapped} for x in (want, mapped))
+    fix = "make the model with the config of these weights, or rename the new tensors"
+    check_tensors(errors := Errors(), wanted, present, present, str(files.path), fix)
+    errors.raise_any()
     first = {id(want[n]): x for n, x in reversed(mapped.items())}
     missing = [n for n, x in want.items() if id(x) not in first]
     if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in want.values()})):
@@ -117,7 +114,7 @@ def _notes(
 ) -> list[str]:
     """Return notes for the user. read: how many of the model's tensors the files have; missing, extra: names."""
     dtypes = sorted({_name(x.dtype) for x in want.values() if x.is_floating_point()})
-    stored = Counter(_name(x.dtype) for x in files.tensors.values() if x.dtype.is_floating_point)
+    stored = Counter(_name(x.dtype) for x in dict.fromkeys(files.tensors.values()) if x.dtype.is_floating_point)
     lines = [f"weights: {read} tensors of {files.path} ({files.what})"]
     other = {dtype: n for dtype, n in stored.items() if dtype not in dtypes}
     lines += [f"{n} of them are stored as {dtype} and held as {', '.join(dtypes)}" for dtype, n in other.items()]
@@ -131,15 +128,6 @@ def _notes(
 def _names(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(listed[:SHOWN]) + (", ..." if len(listed) > SHOWN else "")
-
-
-def _fold(errors: Errors) -> None:
-    """Raise the errors; if there are many, only the first one and their number."""
-    if len(errors.found) > SHOWN:
-        first = errors.found[0]
-        fault = f"{len(errors.found)} tensors have another shape in the files than in the model: {first.what}"
-        raise ShardcError(f"{fault}, ...", where=first.where, fix=first.fix)
-    errors.raise_any()
 
 
 # --- plain names ------------------------------------------------------------------------------------------------------
@@ -295,28 +283,36 @@ def lazily(recorder: Recorder | None) -> Iterator[None]:
 
     recorder: on whose tape; None: nobody will need their values.
     """
-    tape_recorder = recorder if recorder is not None else Recorder()
-    calls = _Calls(tape_recorder)
+    recorder = recorder if recorder is not None else Recorder()
+    thread = [threading.get_ident()]  # in which the builder runs: others may read files too
     with RECORDING, ExitStack() as stack:
-        stack.callback(calls.close)
-        stack.enter_context(mock.patch.object(torch, "load", calls.load(torch.load)))
+        # a module that the builder imported first (`from safetensors import safe_open`) keeps a replacement
+        stack.callback(thread.clear)
+
+        def replace(
+            place: Any, name: str, new: Callable[..., Any], kind: Callable[..., Any] = lambda call: call
+        ) -> None:
+            """Replace a function by new(recorder, the function) in this thread."""
+            original = getattr(getattr(place, name), "__func__", getattr(place, name))
+            changed = new(recorder, original)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return (changed if thread == [threading.get_ident()] else original)(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(place, name, kind(call)))
+
+        def replace_transformers(library: ModuleType) -> None:
+            model = getattr(library, "PreTrainedModel", None)
+            if hasattr(model, "_load_pretrained_model"):
+                replace(model, "_load_pretrained_model", _load_pretrained, staticmethod)
+                replace(model, "from_pretrained", _from_pretrained, classmethod)
+                replace(model, "get_init_context", functools.partial(_init_context, library), classmethod)
+
+        replace(torch, "load", _load)
         for module in (safetensors, safetensors.torch):
-            stack.enter_context(mock.patch.object(module, "safe_open", calls.only_here(calls.open, module.safe_open)))
-        _once_imported("transformers.modeling_utils", lambda library: _replace(library, calls, stack), stack)
+            replace(module, "safe_open", lambda recorder, _: functools.partial(_Opened, recorder))
+        _once_imported("transformers.modeling_utils", replace_transformers, stack)
         yield
-
-
-def _replace(library: ModuleType, calls: _Calls, stack: ExitStack) -> None:
-    """Patch transformers' functions that load files into a model."""
-    model = getattr(library, "PreTrainedModel", None)
-    if model is None or not hasattr(model, "_load_pretrained_model"):
-        return
-    read = staticmethod(calls.only_here(calls.load_pretrained, model._load_pretrained_model))
-    stack.enter_context(mock.patch.object(model, "_load_pretrained_model", read))
-    build = classmethod(calls.from_pretrained(model.from_pretrained.__func__))
-    stack.enter_context(mock.patch.object(model, "from_pretrained", build))
-    contexts = classmethod(calls.uninitialised(model.get_init_context.__func__, library.init.no_init_weights))
-    stack.enter_context(mock.patch.object(model, "get_init_context", contexts))
 
 
 def _once_imported(name: str, then: Callable[[ModuleType], None], stack: ExitStack) -> None:
@@ -346,92 +342,74 @@ def _once_imported(name: str, then: Callable[[ModuleType], None], stack: ExitSta
     stack.callback(sys.meta_path.remove, finder)
 
 
-class _Calls:
-    """Replacements of the calls, in the thread in which the builder runs."""
+def _load(recorder: Recorder, torch_load: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace torch.load: its tensors are mapped into memory, and are on the tape."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self._thread: int | None = threading.get_ident()
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            loaded = untraced(lambda: torch_load(f, "cpu", *args, **{**kwargs, "mmap": True}))
+        except (RuntimeError, ValueError):  # no file's path, or an old format: it is read as a whole
+            loaded = untraced(lambda: torch_load(f, "cpu", *args, **kwargs))
+        seen: dict[tuple[int, Any, Any, Any], Tensor] = {}
 
-    def close(self) -> None:
-        """Switch the replacements back to the originals.
+        def stored(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_quantized:
+                return x
+            key = x.data_ptr(), x.dtype, x.shape, x.stride()  # a tied weight stays one
+            if key not in seen:
+                seen[key] = recorder.stored(in_memory(x))
+            return seen[key]
 
-        A module that the builder imported first (`from safetensors import safe_open`) keeps the replacements.
-        """
-        self._thread = None
+        return pytree.tree_map(stored, loaded)
 
-    def only_here(self, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function for this thread, and the original for all others, which may read files too."""
+    return load
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (function if threading.get_ident() == self._thread else original)(*args, **kwargs)
 
-        return call
+def _from_pretrained(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # transformers must see the CPU, even if the builder runs on the meta device
+        with torch.device("cpu"), recorder.recording():
+            return original(cls, *args, **kwargs)
 
-    def load(self, torch_load: Callable[..., Any]) -> Callable[..., Any]:
-        """Replace torch.load: its tensors are mapped into memory, and are on the tape."""
+    return from_pretrained
 
-        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            try:
-                loaded = untraced(lambda: torch_load(f, "cpu", *args, **{**kwargs, "mmap": True}))
-            except (RuntimeError, ValueError):  # no file's path, or an old format: it is read as a whole
-                loaded = untraced(lambda: torch_load(f, "cpu", *args, **kwargs))
-            seen: dict[tuple[int, Any, Any, Any], Tensor] = {}
 
-            def stored(x: Any) -> Any:
-                if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_quantized:
-                    return x
-                key = x.data_ptr(), x.dtype, x.shape, x.stride()  # a tied weight stays one
-                if key not in seen:
-                    seen[key] = self.recorder.stored(in_memory(x))
-                return seen[key]
+def _init_context(library: Any, _: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `from_pretrained` skip initialisation, as on the meta device, which a recorder hides."""
+    return lambda *args, **kwargs: [*original(*args, **kwargs), library.init.no_init_weights()]
 
-            return pytree.tree_map(stored, loaded)
 
-        return self.only_here(load, torch_load)
+def _load_pretrained(recorder: Recorder, _: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace how `from_pretrained` loads weights into a model."""
 
-    def open(self, filename: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> _Opened:
-        """Replace safetensors.safe_open, which load_file calls as well."""
-        return _Opened(self.recorder, of_files(Path(filename), [Path(filename)]))
-
-    def from_pretrained(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            # transformers must see the CPU, even if the builder runs on the meta device
-            with torch.device("cpu"), self.recorder.recording():
-                return original(cls, *args, **kwargs)
-
-        return self.only_here(from_pretrained, original)
-
-    def uninitialised(self, original: Callable[..., Any], without: Callable[[], Any]) -> Callable[..., Any]:
-        """Make `from_pretrained` skip initialisation, as on the meta device, which a recorder hides."""
-        return self.only_here(lambda *args, **kwargs: [*original(*args, **kwargs), without()], original)
-
-    def load_pretrained(
-        self, model: Any, state_dict: Mapping[str, Any] | None, files: list[str] | None, config: Any, *_: Any
+    def load(
+        model: Any, state_dict: Mapping[str, Any] | None, files: list[str] | None, config: Any, *_: Any
     ) -> tuple[Any, None]:
-        """Replace how `from_pretrained` loads weights into a model."""
+        where = str(config.pretrained_model_name_or_path)
         if config.hf_quantizer is not None:
             fault = "the weights are quantised, which shardc cannot train"
-            fix = "load weights that are not quantised, or fine-tune them elsewhere"
-            raise ShardcError(fault, where=str(config.pretrained_model_name_or_path), fix=fix)
-        where = str(config.pretrained_model_name_or_path)
+            raise ShardcError(
+                fault, where=where, fix="load weights that are not quantised, or fine-tune them elsewhere"
+            )
         if state_dict is None:
             weights = of_files(Path(where), [Path(f) for f in files or ()])
-            state_dict = {name: self.recorder.stored(x) for name, x in weights.tensors.items()}
-        info = load_converted(model, state_dict, (), self.recorder, where, config=config)
+            state_dict = {name: recorder.stored(x) for name, x in weights.tensors.items()}
+        info = load_converted(model, state_dict, (), recorder, where, config=config)
         loaded = len(model.state_dict()) - len(info.missing_keys)
-        self.recorder.notes.append(f"weights: {loaded} tensors of {where} (from_pretrained)")
-        self.recorder.folder = Path((files or [where])[0]).parent
+        recorder.notes.append(f"weights: {loaded} tensors of {where} (from_pretrained)")
+        recorder.folder = Path((files or [where])[0]).parent
         if tied := info.missing_keys - set(model.all_tied_weights_keys):
-            self.recorder.notes.append(f"not in the files, and initialised by the model: {folded(sorted(tied))}")
+            recorder.notes.append(f"not in the files, and initialised by the model: {folded(sorted(tied))}")
         return info, None
+
+    return load
 
 
 class _Opened(AbstractContextManager["_Opened"]):
-    """An open safetensors file, whose tensors are on a tape. A slice is a tensor, to be indexed."""
+    """Replaces safetensors.safe_open: its tensors are on a tape. A slice is a tensor, to be indexed."""
 
-    def __init__(self, recorder: Recorder, files: WeightFiles) -> None:
-        self._recorder, self._files = recorder, files
+    def __init__(self, recorder: Recorder, filename: Any, *_: Any, **__: Any) -> None:
+        self._recorder, self._files = recorder, of_files(Path(filename), [Path(filename)])
 
     def keys(self) -> list[str]:
         return list(self._files.tensors)
@@ -445,7 +423,7 @@ class _Opened(AbstractContextManager["_Opened"]):
         pass
 
     def metadata(self) -> dict[str, str]:
-        return {"format": "pt", **self._files.ties}
+        return {"format": "pt"}
 
     def get_tensors(self) -> dict[str, Tensor]:
         return {name: self.get_tensor(name) for name in self._files.tensors}

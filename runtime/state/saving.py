@@ -1,11 +1,11 @@
 """Write checkpoints that any mesh can load, by all ranks together.
 
-    every rank   plans what it writes (boxes.py) ─► its files, fsynced ─► part-RANK.json ─┐ agree
-    rank 0                       index.json from all parts, fsynced ─► one rename ─► prune ─┴ agree
+    every rank   plans what it writes ─► its files, fsynced ─► part-RANK.json, an index of its files ─┐ agree
+    rank 0                       index.json from all parts, fsynced ─► one rename ─► prune ───────────┴ agree
 
 Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and older checkpoints
 are unchanged. All files go into a folder that gets its name at the very end (checkpoint_folder.py). `Save` does the
-work of one rank; boxes.py decides what it writes.
+work of one rank.
 
 In the background, the tensors are first copied to host memory, and a thread does the rest. The thread makes no
 collective: other ranks' main threads may be in the middle of a step. So it only records its result, and main threads
@@ -22,17 +22,19 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardc import text_file
+import torch
+from torch import Tensor
+
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.boxes import Draft, Plan, drafts, planned
+from shardc.runtime.state.boxes import Box, Numbers
 from shardc.runtime.state.checkpoint_folder import (
     LOCK,
     WORK,
@@ -42,38 +44,152 @@ from shardc.runtime.state.checkpoint_folder import (
     generations,
     is_checkpoint,
     prune,
-    renamed_path,
+    words,
 )
 from shardc.runtime.state.checkpoint_index import DIGEST, File, Index, Slice, Stored, json_number
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import combined, state_parts
-from shardc.runtime.state.tensor_file import bytes_of
+from shardc.runtime.state.tensor_file import bytes_of, header, stored_as
+
+# --- what one rank writes: slices of its tensors, and the files that hold them
+
+#: Maximal bytes of a slice, which is read, checked and held at once.
+SLICE = 64 << 20
+
+
+@dataclass
+class Piece:
+    """A slice that this rank writes: a box of the tensor `key`.
+
+    local: returns a tensor that has the box. copy: its bytes in host memory, which are written instead.
+    """
+
+    key: str
+    dtype: torch.dtype
+    box: Box
+    local: Callable[[], Tensor]
+    copy: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of its file: "model", "optimizer"."""
+        return self.key.partition(".")[0]
+
+    def read(self) -> Tensor:
+        return self.box.of(self.local()) if self.copy is None else self.copy
+
+
+@dataclass
+class Plan:
+    """The tensors of this rank, and the slices that it writes.
+
+    facts: model, program, mesh, extra, optimizer, as in `checkpoint_index.Index`.
+    """
+
+    facts: dict[str, Any]
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+
+    def add(
+        self, key: str, dtype: torch.dtype, shape: Numbers, boxes: Iterable[Box], local: Callable[[], Tensor]
+    ) -> None:
+        """Add a tensor, and the boxes of it that this rank writes, cut into slices that are not too large."""
+        self.tensors[key] = Stored(dtype, shape)
+        self.pieces += (Piece(key, dtype, part, local) for b in boxes for part in b.cut(dtype.itemsize, SLICE))
+
+    def drafts(self, facts: Mapping[str, str]) -> dict[str, Draft]:
+        """Return the files of this rank, by kind. facts: about the save, for their headers."""
+        files: dict[str, Draft] = {}
+        for kind in dict.fromkeys(p.kind for p in self.pieces):
+            # wide dtypes first, so that each slice begins aligned for its dtype
+            pieces = sorted((p for p in self.pieces if p.kind == kind), key=lambda p: -p.dtype.itemsize)
+            entries = [(self._name(p), *stored_as(p.dtype, p.box.shape)) for p in pieces]
+            head, starts = header(entries, facts)
+            files[kind] = Draft(head, pieces, starts)
+        return files
+
+    def _name(self, piece: Piece) -> str:
+        name, box = piece.key.partition(".")[2], piece.box
+        if box.shape == self.tensors[piece.key].shape:
+            return name
+        return f"{name}[{','.join(f'{a}:{a + n}' for a, n in zip(box.offset, box.shape, strict=True))}]"
+
+
+@dataclass
+class Draft:
+    """A file to write: its first bytes, and slices. starts: where each begins in it, and where it ends."""
+
+    head: bytes
+    pieces: list[Piece]
+    starts: list[int]
+
+    def copy_to_host(self) -> None:
+        """Copy the slices to host memory, laid out as in the file, so that training may continue.
+
+        Pinned if they come from a device: torch keeps pinned memory, and the next save reuses it.
+        """
+        first, *_, stop = self.starts
+        tensors = [piece.read() for piece in self.pieces]
+        devices = {x.device for x in tensors if x.device.type == "cuda"}
+        memory = disk_calls.aligned(stop - first, first, pinned=bool(devices))
+        for i, (piece, x) in enumerate(zip(self.pieces, tensors, strict=True)):
+            piece.copy = memory[self.starts[i] - first : self.starts[i + 1] - first]
+            piece.copy.copy_(x.detach().contiguous().view(-1).view(torch.uint8), non_blocking=bool(devices))
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+
+def planned(held: RankState, extra: Mapping[str, Any] | None = None) -> Plan:
+    """Plan what this rank writes of what it holds: the parts that no other replica writes.
+
+    Of the optimizer these are step counts, moments, hyperparameters. extra: JSON-able values of the caller: step, seed,
+    a scheduler's state_dict; of each, the value of the first rank that has it (a stage without anything to train has
+    no scheduler). Its "step" is the checkpoint's.
+    """
+    parts, settings, mesh = held.model_parts(), None, held.mesh
+    if held.optimizer is not None:
+        more, settings = state_parts(held, held.optimizer)
+        parts |= more
+    plan = Plan(
+        {
+            "model": held.program.meta.get("model", ""),
+            "program": program_hash(held.program),
+            "mesh": dict(mesh.layout.axes),
+            "extra": dict(extra or {}),
+            "optimizer": settings,
+        }
+    )
+    for key, part in parts.items():
+        boxes = part.boxes(mesh.layout, mesh.rank) if part.written else ()
+        plan.add(key, part.local.dtype, part.shape, boxes, part.local.detach)
+    return plan
+
+
+def program_hash(program: Program) -> str:
+    """Return a hash of a program's tensors and their layouts, to distinguish runs."""
+    stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
+    return hashlib.sha256(repr((program.mesh.axes, program.microbatches, stored)).encode()).hexdigest()[:16]
+
 
 # --- one save of one rank: its files, and on rank 0 the index of all and the rename that makes it visible
-
-
-class Cancelled(Exception):
-    """This rank stopped writing, because another rank's save failed."""
 
 
 @dataclass
 class Save:
     """One save of one rank. id: the same on all ranks; folder: that the user named.
 
-    work_folder: where files are written until all are complete. saved: the checkpoint has its name. done: bytes
-    written.
+    saved: the checkpoint has its name. done: bytes written.
     """
 
     mesh: Any
     folder: Path
-    step: int
     keep: int | None
     id: str
     known: Known
-    plan: Plan = field(default_factory=lambda: Plan({}, {}, {}))
+    plan: Plan = field(default_factory=lambda: Plan({}))
     drafts: dict[str, Draft] = field(default_factory=dict)
+    step: int = 0
     error: BaseException | None = None
-    cancelled: bool = False
     committing: bool = False
     saved: bool = False
     done: int = 0
@@ -83,6 +199,7 @@ class Save:
 
     @property
     def work_folder(self) -> Path:
+        """Where files are written until all are complete."""
         return self.folder / f"{WORK}{self.id}"
 
     def start(self, run: Callable[[], None], *, background: bool) -> None:
@@ -110,40 +227,45 @@ class Save:
 
     # --- what every rank does
 
+    def prepare(self, plan: Callable[[], Plan], *, copy: bool) -> None:
+        """Plan this rank's files. copy: copy their data to host memory. Rank 0 makes the folder to write into."""
+        self.plan = plan()
+        _check_plain(self.plan.facts)  # before anything is written
+        self.step = int(self.plan.facts["extra"].get("step", 0))
+        self.drafts = self.plan.drafts({"checkpoint": self.id, "step": str(self.step)})
+        self.nbytes = sum(draft.starts[-1] - draft.starts[0] for draft in self.drafts.values())
+        if self.mesh.rank == 0:
+            self._begin()
+        for draft in self.drafts.values() if copy else ():
+            draft.copy_to_host()
+
     def write(self) -> None:
-        """Write this rank's files, and their description for rank 0."""
-        files: list[File] = []
+        """Write this rank's files, and their index for rank 0."""
+        files, tensors, rank = list[File](), self.plan.tensors, self.mesh.rank
         for kind, draft in self.drafts.items():
-            self._write_file(kind, draft, files)
-        part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(files), self.plan.tensors)}
-        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part, default=json_number).encode())
+            name = f"{kind}-{rank:05d}.safetensors"
+            file = disk_calls.Stream(self.work_folder / name)
+            try:
+                file.add(memoryview(draft.head))
+                for piece, start in zip(draft.pieces, draft.starts, strict=False):
+                    data = bytes_of(piece.read().to("cpu").contiguous())
+                    written = Slice(len(files), start, piece.box.offset, piece.box.shape, DIGEST(data).hexdigest())
+                    file.add(data)
+                    tensors[piece.key] = tensors[piece.key].with_slices([written])
+                    self.done += len(data)
+                file.finish()
+            finally:
+                file.close()
+            files.append(File(name, rank, draft.starts[-1], len(draft.head), hashlib.sha256(draft.head).hexdigest()))
+        index = Index(id=self.id, step=self.step, files=tuple(files), tensors=tensors, **self.plan.facts)
+        disk_calls.write_file(self._part(rank), checkpoint_index.to_bytes(index))
 
     def _part(self, rank: int) -> Path:
         return self.work_folder / f"part-{rank:05d}.json"
 
-    def _write_file(self, kind: str, draft: Draft, mine: list[File]) -> None:
-        name = f"{kind}-{self.mesh.rank:05d}.safetensors"
-        file = disk_calls.Stream(self.work_folder / name)
-        try:
-            file.add(memoryview(draft.head))
-            for piece, entry in draft.pieces:
-                if self.cancelled:
-                    raise Cancelled
-                data = bytes_of(piece.read().to("cpu").contiguous())
-                written = Slice(len(mine), entry.start, piece.offset, piece.shape, DIGEST(data).hexdigest())
-                file.add(data)
-                whole = self.plan.tensors[piece.key]
-                self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, written))
-                self.done += len(data)
-            file.finish()
-        finally:
-            file.close()
-        nbytes, head = draft.pieces[-1][1].stop, draft.head
-        mine.append(File(name, self.mesh.rank, nbytes, len(head), hashlib.sha256(head).hexdigest()))
-
     # --- what rank 0 does
 
-    def prepare(self) -> None:
+    def _begin(self) -> None:
         """Make the folder to write into. Raises SavingError if another process is saving there."""
         disk_calls.make_folder(self.folder)
         try:
@@ -165,10 +287,12 @@ class Save:
 
     def commit(self) -> None:
         """Make the checkpoint visible, from the parts of all ranks; then prune old checkpoints."""
-        index = self._index([self._read(r) for r in range(self.mesh.layout.world)])
+        paths = [self._part(r) for r in range(self.mesh.layout.world)]
+        parts = (disk_calls.read_file(path, checkpoint_index.MAX_BYTES) for path in paths)
+        index = _joined([checkpoint_index.from_bytes(part) for part in parts])
         disk_calls.write_file(self.work_folder / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
-        for r in range(self.mesh.layout.world):
-            disk_calls.unlink(self._part(r))
+        for p in paths:
+            disk_calls.unlink(p)
         disk_calls.sync_folder(self.work_folder)
         path = free_name(self.folder, self.step)
         disk_calls.rename(self.work_folder, path)
@@ -177,33 +301,11 @@ class Save:
         try:
             for g in generations(self.folder):
                 if not g.replaced and g.step > self.step:
-                    disk_calls.rename(g.path, renamed_path(g))
+                    disk_calls.rename(g.path, g.path.with_name(f"{g.path.name}.old"))
             if self.keep is not None:
                 prune(self.folder, self.keep, known=path)
         finally:
             self.known.see(self.folder)
-
-    def _read(self, rank: int) -> dict[str, Any]:
-        part: dict[str, Any] = json.loads(
-            disk_calls.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=text_file.unique
-        )
-        return part
-
-    def _index(self, parts: Sequence[dict[str, Any]]) -> Index:
-        every: list[File] = []
-        tensors: dict[str, Stored] = {}
-        for part in parts:
-            files, part_tensors = checkpoint_index.read_tables(part)
-            for name, t in part_tensors.items():
-                known = tensors.setdefault(name, Stored(t.dtype, t.shape))
-                assert (known.dtype, known.shape) == (t.dtype, t.shape), f"ranks differ in {name}"
-                moved = (Slice(s.file + len(every), s.start, s.offset, s.shape, s.digest) for s in t.slices)
-                tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
-            every += files
-        facts = parts[0]["facts"] | combined([part["facts"] for part in parts])
-        index = Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
-        checkpoint_index.check(index)
-        return index
 
     def end(self, *, failed: bool) -> None:
         """Release the lock, and remove the files of a failed save."""
@@ -214,6 +316,20 @@ class Save:
                         disk_calls.remove_folder(self.work_folder)
             finally:
                 self.lock.release()
+
+
+def _joined(parts: list[Index]) -> Index:
+    """Return the index of a checkpoint from those of its ranks."""
+    files, tensors = list[File](), dict[str, Stored]()
+    for part in parts:
+        for name, t in part.tensors.items():
+            known = tensors.setdefault(name, Stored(t.dtype, t.shape))
+            assert (known.dtype, known.shape) == (t.dtype, t.shape), f"ranks differ in {name}"
+            tensors[name] = known.with_slices(s._replace(file=s.file + len(files)) for s in t.slices)
+        files += part.files
+    index = replace(parts[0], files=tuple(files), tensors=tensors, **combined([vars(part) for part in parts]))
+    checkpoint_index.check(index)
+    return index
 
 
 # --- all ranks together
@@ -230,42 +346,31 @@ class Saves:
 
     def save(
         self,
-        folder: Path,
-        state: Callable[[], Plan],
+        folder: str | Path,
+        plan: Callable[[], Plan],
         *,
-        step: int,
         keep: int | None = None,
         wait: bool = True,
         overwrite: bool = True,
     ) -> None:
-        """Write a checkpoint. wait=False: copy the tensors, and write in the background.
+        """Write a checkpoint that any mesh can load into `folder`, as `step-N`. All ranks must see one file system.
 
-        keep: how many checkpoints of the folder stay; None: all. overwrite: also save to a folder with another run's
-        checkpoints. state: returns this rank's plan. Raises SavingError, on all ranks, if this save or the one before
-        it fails.
+        plan: returns this rank's. wait=False: copy the tensors, and write in the background. keep: how many checkpoints
+        of the folder stay; None: all. overwrite: also save to a folder with another run's checkpoints.
+
+        Raises ShardcError, on all ranks, if this save or the one before it fails. Older checkpoints are unchanged,
+        unless only their removal failed.
         """
         self.finish()
         id = agreement.text_of_first(self._mesh, secrets.token_hex(8))
-        save = Save(self._mesh, folder.absolute(), step, keep, id, self._known)
+        save = self._save = Save(self._mesh, disk_calls.expanded(folder).absolute(), keep, id, self._known)
         if overwrite:
             self._known.see(save.folder)
-        self._save = save
-        save.start(lambda: self._prepare(save, state, wait=wait), background=False)
+        save.start(lambda: save.prepare(plan, copy=not wait), background=False)
         self._agree(save)
         save.start(save.write, background=not wait)
         if wait:
             self.finish()
-
-    def _prepare(self, save: Save, state: Callable[[], Plan], *, wait: bool) -> None:
-        save.plan = state()
-        _check_plain(save.plan.facts)  # before anything is written
-        save.nbytes = save.plan.nbytes
-        save.drafts = drafts(save.plan, {"checkpoint": save.id, "step": str(save.step)})
-        if self._mesh.rank == 0:
-            save.prepare()
-        if not wait:
-            for draft in save.drafts.values():
-                draft.copy_to_host()
 
     def loaded(self, folder: str | Path) -> None:
         """Record the checkpoints in, or beside, a folder as those that this run continues from."""
@@ -304,7 +409,6 @@ class Saves:
         finished = not save.running
         done, failed = self._mesh.sum_on_host([int(finished), int(finished and save.error is not None)])
         if failed:
-            save.cancelled = True
             save.join()
             self._agree(save)
         elif done == self._mesh.layout.world:
@@ -318,8 +422,8 @@ class Saves:
 
     def _agree(self, save: Save) -> None:
         """Raise on all ranks if one has an error. No rank may be writing."""
-        error = save.error if not isinstance(save.error, Cancelled) else None
-        ranks, text = agreement.failures(self._mesh, _words(error) if error is not None else None)
+        error = save.error
+        ranks, text = agreement.failures(self._mesh, words(error, fix=True) if error is not None else None)
         if not ranks:
             return
         saved = self._mesh.sum_on_host([save.saved])[0]
@@ -336,15 +440,6 @@ class Saves:
         raise SavingError(fault, where=str(save.folder), fix=fix) from error
 
 
-def _words(error: BaseException) -> str:
-    if isinstance(error, ShardcError):
-        fault = f"{error.where}: {error.what}" if error.where else error.what
-        return f"{fault}; {error.fix}" if error.fix else fault
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-    return f"{type(error).__name__}: {error}"
-
-
 def _check_plain(facts: dict[str, Any]) -> None:
     try:
         json.dumps(facts, default=json_number)
@@ -354,51 +449,3 @@ def _check_plain(facts: dict[str, Any]) -> None:
             where="extra or optimizer",
             fix="pass numbers, strings, lists and dicts",
         ) from e
-
-
-# --- of an engine
-
-
-def save(
-    folder: str | Path,
-    held: RankState,
-    extra: Mapping[str, Any] | None = None,
-    *,
-    saves: Saves | None = None,
-    keep: int | None = None,
-    wait: bool = True,
-    overwrite: bool = True,
-) -> None:
-    """Write a checkpoint that any mesh can load into `folder`, as `step-N`. Collective.
-
-    All ranks must see one file system. Of the optimizer it has step counts, moments, hyperparameters.
-    extra: JSON-able values of the caller: step, seed, a scheduler's state_dict; of each, the value of the first rank
-    that has it (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
-    saves, keep, wait, overwrite: see `Saves`.
-    Raises ShardcError on all ranks. Older checkpoints are unchanged, unless only their removal failed.
-    """
-
-    def state() -> Plan:
-        parts, settings = held.model_parts(), None
-        if held.optimizer is not None:
-            more, settings = state_parts(held, held.optimizer)
-            parts |= more
-        facts = {
-            "model": held.program.meta.get("model", ""),
-            "program": program_hash(held.program),
-            "mesh": dict(held.mesh.layout.axes),
-            "extra": dict(extra or {}),
-            "optimizer": settings,
-        }
-        return planned(parts, facts, held.mesh)
-
-    step = int((extra or {}).get("step", 0))
-    (saves or Saves(held.mesh)).save(
-        disk_calls.expanded(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite
-    )
-
-
-def program_hash(program: Program) -> str:
-    """Return a hash of a program's tensors and their layouts, to distinguish runs."""
-    stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
-    return hashlib.sha256(repr((program.mesh.axes, program.microbatches, stored)).encode()).hexdigest()[:16]

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.placement import Layout
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Part, by_name, copied, cut_axes, replicas
-from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.boxes import Part, copied
+from shardc.runtime.state.checkpoint_index import Index, like, plain
+from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.owners import RankState
-from shardc.runtime.state.sources import check_tensors
 from shardc.runtime.zero.optimizer_list import IMPLEMENTATIONS, class_of, group_classes
 
 #: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
@@ -28,36 +27,58 @@ Room = Callable[[Any, str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _Group:
-    """A group of an optimizer.
+class _Stepped:
+    """A tensor that an optimizer steps: a parameter as this rank stores it, or a whole matrix of an owner.
 
-    kind: its optimizer's class; params: the program's. owned: if owners step it, {name in checkpoints: placeholder}.
+    names: in checkpoints, several of a stack. tensor: as the optimizer has it; None: another rank owns the matrix.
     """
+
+    param: Param
+    names: tuple[str, ...]
+    tensor: Tensor | None
+    matrix: bool
+
+    @property
+    def key(self) -> str:
+        return self.names[0] if self.matrix else self.param.fqn
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group of an optimizer. kind: its optimizer's class."""
 
     settings: dict[str, Any]
     kind: str
-    params: list[Param]
-    owned: Mapping[str, str] | None
+    stepped: list[_Stepped]
 
     @property
     def names(self) -> list[str]:
-        """Names of its parameters in a checkpoint."""
-        return [n for p in self.params for n in _named(p)] if self.owned is None else list(self.owned)
+        """Names of its tensors in a checkpoint."""
+        return [n for s in self.stepped for n in s.names]
+
+    @property
+    def here(self) -> list[tuple[_Stepped, Tensor]]:
+        """What this rank steps."""
+        return [(s, s.tensor) for s in self.stepped if s.tensor is not None]
 
 
 def _groups(held: RankState, optimizer: Optimizer) -> list[_Group]:
     known = {id(held.params[p.name]): p for p in held.program.params if p.name in held.params}
-    groups = []
+    groups, owned = [], held.owners.owned
     every = optimizer.param_groups, group_classes(optimizer), held.owners.groups(optimizer)
-    for settings, kind, owned in zip(*every, strict=True):
-        stored = settings["params"] if owned is None else []
-        for x in stored:
+    for settings, kind, matrices in zip(*every, strict=True):
+        if matrices is not None:
+            stepped = [_Stepped(held.program.param(p), (n,), owned.get(n), True) for n, p in matrices.items()]
+            groups.append(_Group(settings, kind, stepped))
+            continue
+        for x in settings["params"]:
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc passes to it",
                 )
-        groups.append(_Group(settings, kind, [known[id(x)] for x in stored], owned))
+        params = ((known[id(x)], x) for x in settings["params"])
+        groups.append(_Group(settings, kind, [_Stepped(p, _named(p), x, False) for p, x in params]))
     return groups
 
 
@@ -68,42 +89,46 @@ def state_parts(
 
     copies: also return state that another rank writes, such as a step counter.
     """
-    program, mesh = held.program, held.mesh
-    parts, numbers = held.owners.state_parts(optimizer, mesh)
+    parts: dict[str, Part] = {}
+    numbers: dict[str, dict[str, Any]] = {}
     groups = _groups(held, optimizer)
-    for p in (p for group in groups for p in group.params):
-        local, shard = held.params[p.name], held.shards.get(p.name)
-        if shard is not None and not shard.size:
+    for s, tensor in (each for g in groups for each in g.here):
+        shard = held.shards.get(s.param.name)
+        if shard is not None and not shard.size and not s.matrix:
             continue  # an empty shard has no useful state
-        # a number is the same on all ranks; the first that holds some of the parameter writes it
-        first = shard is None or not shard.start
-        whole = replicas(program, Layout(), cut_axes(program, p) if shard is not None else ())
-        for name, x in optimizer.state.get(local, {}).items():
+        for name, x in optimizer.state.get(tensor, {}).items():
+            tensors, rest = _flattened(name, x)
             if not isinstance(x, Tensor):
-                for n in _named(p):
-                    numbers.setdefault(n, {})[name] = x
-                continue
-            x = x.as_subclass(Tensor)  # a custom optimizer may keep a gradient's subclass
-            if x.shape == local.shape:
-                named_parts = by_name(p, held.part(p, x))
-                parts |= {f"optimizer.{n}.{name}": part for n, part in named_parts.items()}
-            elif x.dim() == 0 or (shard is None and not p.layout.shards()):
-                if first or copies:
-                    part = Part(x, tuple(x.shape), replicas=whole, elsewhere=copied(program, p, mesh))
-                    parts |= {f"optimizer.{n}.{name}": part for n in _named(p)}
-            else:
-                raise ShardcError(
-                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not have its parameter's shape,"
-                    f" {list(local.shape)}",
-                    where=p.fqn,
-                    fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
-                )
+                for n in s.names:
+                    numbers.setdefault(n, {})[name] = rest
+            for key, t in tensors.items():
+                parts |= {f"optimizer.{n}.{key}": part for n, part in _parts(held, s, key, t, copies=copies).items()}
     facts = []
     for g in groups:
         left_out = ("params", "param_names", *IMPLEMENTATIONS)
-        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in g.settings.items() if k not in left_out}
+        hyper = {k: plain(x) for k, x in g.settings.items() if k not in left_out}
         facts.append({**hyper, "class": g.kind, "params": g.names})
     return parts, {"class": class_of(optimizer), "groups": facts, "numbers": numbers}
+
+
+def _parts(held: RankState, s: _Stepped, name: str, x: Tensor, *, copies: bool) -> dict[str, Part]:
+    """Return the parts of one tensor of state, by name in a checkpoint; {} if another rank has it too and writes it."""
+    x, p = x.as_subclass(Tensor), s.param  # a custom optimizer may keep a gradient's subclass
+    if s.matrix:
+        return {s.key: Part(x, tuple(x.shape), written=not copied(held.program, p, held.mesh))}
+    local, shard = held.params[p.name], held.shards.get(p.name)
+    if whole := x.shape != local.shape:
+        if x.dim() and (shard is not None or p.layout.shards()):
+            raise ShardcError(
+                f"the optimizer's state {name!r} of shape {list(x.shape)} does not have its parameter's shape,"
+                f" {list(local.shape)}",
+                where=p.fqn,
+                fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
+            )
+        # a number is the same on all ranks; the first that holds some of the parameter writes it
+        if not copies and shard is not None and shard.start:
+            return {}
+    return held.parts(p, x, whole=whole)
 
 
 def _named(p: Param) -> tuple[str, ...]:
@@ -148,17 +173,18 @@ def room_for(
 
     Adds its tensors to `parts`.
     """
-    program, params, facts, stored = held.program, held.params, index.optimizer, index.tensors
+    program, facts, stored = held.program, index.optimizer, index.tensors
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
         raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
     groups, saved_groups = _groups(held, optimizer), _by_param(facts)
     _check_classes(groups, saved_groups, optimizer, facts, folder)
-    members = {p.fqn: p for group in groups for p in group.params}
+    every = [s for group in groups for s in group.stepped]
     errors = Errors()
     saved = {n: stored[f"model.{n}"].shape for n in saved_groups if f"model.{n}" in stored}
-    stepped = {*members, *(program.param(n).fqn for group in groups for n in (group.owned or {}).values())}
-    if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in stepped]:
+    stepped = {s.param.fqn for s in every}
+    rest = (p for p in program.params if p.name in held.params and p.fqn not in stepped)
+    if idle := [p.fqn for p in rest if _named(p)[0] in saved]:
         fault = (
             f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, but this "
             "one does not"
@@ -170,44 +196,41 @@ def room_for(
         errors.add(fault, where=folder, fix=fix)
     check_tensors(
         errors,
-        {n: p.shapes[n] for p in members.values() for n in _named(p)},
+        {n: s.param.shapes[n] for s in every if not s.matrix for n in s.names},
         saved,
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    of_others = held.owners.room_for(optimizer, index, parts, errors, folder)
+    if absent := [s.key for s in every if s.matrix and s.key not in saved_groups]:
+        fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}"
+        fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
+        errors.add(fault + (" ..." if len(absent) > 5 else ""), where=folder, fix=fix)
     for i, group in enumerate(groups):
         _check_settings(errors, i, group.names, saved_groups, folder)
     errors.raise_any()
-    states = of_others | {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
-    named = {n: p for p in members.values() for n in _named(p)}
+    here = {n: (s, x) for group in groups for s, x in group.here for n in s.names}
+    states = {s.key: dict(facts["numbers"].get(s.names[0], {})) for s, _ in here.values()}
     for key, tensor in stored.items():
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
-        if not key.startswith("optimizer.") or fqn not in named:
+        if not key.startswith("optimizer.") or fqn not in here:
             continue
-        p = named[fqn]
-        local, shape = params[p.name], p.shapes[fqn]
-        like_param = tensor.shape == shape and (bool(shape) or name != "step")
-        if name not in states[p.fqn]:
-            form = torch.empty(local.shape if like_param else tensor.shape, dtype=tensor.dtype, device="meta")
-            if room and name != "step":
-                states[p.fqn][name] = room(local, name, form)
+        s, local = here[fqn]
+        state, whole = states[s.key], s.matrix or tensor.shape != s.param.shapes[fqn]
+        whole = whole or (not tensor.shape and name == "step")
+        if name not in state:
+            form = torch.empty(tensor.shape if whole else local.shape, dtype=tensor.dtype, device="meta")
+            present = optimizer.state.get(local, {}).get(name)
+            if room and name != "step" and not s.matrix:
+                state[name] = room(local, name, form)
+            elif isinstance(present, Tensor) and (present.shape, present.dtype) == (form.shape, form.dtype):
+                state[name] = present  # filled in place: no second state in memory
             else:
-                present = optimizer.state.get(local, {}).get(name)
-                states[p.fqn][name] = present_or_zeros(present, form.shape, form.dtype, name, local.device)
-        x = states[p.fqn][name]
-        part = held.part(p, x) if like_param else Part(x, tensor.shape)
-        parts[key] = by_name(p, part)[fqn] if like_param else part
+                state[name] = torch.zeros_like(form, device="cpu" if name == "step" else local.device)
+        parts[key] = Part(state[name], tensor.shape) if whole else held.parts(s.param, state[name])[fqn]
+    for key, state in states.items():
+        inside = {n for n in state if "/" in n and n.partition("/")[0] in state}
+        states[key] = {n: _restored(x, state) for n, x in state.items() if n not in inside}
     return states
-
-
-def present_or_zeros(
-    present: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, device: torch.device
-) -> Tensor:
-    """Return present state if its form fits, else zeros. A step counter is on the CPU."""
-    if isinstance(present, Tensor) and (tuple(present.shape), present.dtype) == (tuple(shape), dtype):
-        return present  # filled in place: no second state in memory
-    return torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" else device)
 
 
 def _by_param(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -262,17 +285,46 @@ def fill(held: RankState, optimizer: Optimizer, facts: Mapping[str, Any], states
         # match groups by name; one without parameters here by its number
         same_number = (x for x in facts["groups"][i : i + 1] if x.get("class", g.kind) == g.kind)
         matching: dict[str, Any] = saved.get(names[0], {}) if names else next(same_number, {})
-        members = [p.fqn for p in g.params] if g.owned is None else [n for n in g.owned if n in held.owners.owned]
-        hyper = {k: x for k, x in matching.items() if k not in ("class", *IMPLEMENTATIONS)}
-        numbered = list(range(len(state), len(state) + len(members)))
-        state |= dict(zip(numbered, (states[n] for n in members), strict=True))
-        settled = {k: _like(g.settings.get(k), x) for k, x in hyper.items()}
+        hyper = {k: x for k, x in matching.items() if k not in ("class", "params", *IMPLEMENTATIONS)}
+        numbered = list(range(len(state), len(state) + len(g.here)))
+        state |= dict(zip(numbered, (states[s.key] for s, _ in g.here), strict=True))
+        settled = {k: like(g.settings.get(k), x) for k, x in hyper.items()}
         groups.append({**_settings(g.settings), **settled, "params": numbered})
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
 
 
-def _like(now: Any, saved: Any) -> Any:
-    """Convert a JSON value to a tuple or a tensor (a learning rate may be one), which JSON does not have."""
-    if isinstance(now, Tensor):
-        return torch.full_like(now, saved)
-    return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved
+# --- state that is no tensor but holds some, such as Shampoo's list of a tensor for each dim
+
+
+def _flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
+    """Split a value into ({name: tensor}, the rest with {"tensor": name} in their places).
+
+    The tensors of a container are named "name/0" and so on. Without tensors: ({}, the value).
+    """
+    if isinstance(x, Tensor):
+        return {name: x}, {"tensor": name}
+    items = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
+    tensors: dict[str, Tensor] = {}
+    rest: list[tuple[Any, Any]] = []
+    for k, value in items:
+        inner, left = _flattened(f"{name}/{k}", value)
+        tensors |= inner
+        rest.append((k, left))
+    if not tensors:
+        return {}, x
+    kind = "dict" if isinstance(x, Mapping) else "tuple" if isinstance(x, tuple) else "list"
+    return tensors, {kind: dict(rest) if kind == "dict" else [v for _, v in rest]}
+
+
+def _restored(saved: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Rebuild what `_flattened` took apart."""
+    if isinstance(saved, Mapping) and len(saved) == 1:
+        ((kind, inside),) = saved.items()
+        if kind == "tensor" and isinstance(inside, str) and inside in tensors:
+            return tensors[inside]
+        if kind == "dict" and isinstance(inside, Mapping):
+            return {k: _restored(v, tensors) for k, v in inside.items()}
+        if kind in ("list", "tuple") and isinstance(inside, list):
+            values = [_restored(v, tensors) for v in inside]
+            return tuple(values) if kind == "tuple" else values
+    return saved

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,31 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.errors import Errors, ShardcError
+from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.optional import registered
+from shardc.runtime.state.boxes import Sliced, in_memory_by_name
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
 from shardc.runtime.state.quantized import plain_state
-from shardc.runtime.state.sliced_tensors import Sliced, in_memory
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Weights:
     """Weights of any source. what: "model", "state_dict", "engine" or "file ...", for messages.
 
-    tensors: by name, global. tied(names): whether these present names are one tensor, or equal.
-    model: the module whose names and shapes these are; its values are not used. notes: for the user. folder: the source
-    folder, if any.
+    tensors: by name, global; tied ones are one object. model: the module whose names and shapes these are; its values
+    are not used. notes: for the user. folder: the source folder, if any.
     """
 
     what: str
     tensors: Mapping[str, Sliced]
-    tied: Callable[[Sequence[str]], bool]
     model: nn.Module | None = None
     notes: tuple[str, ...] = ()
     folder: Path | None = None
@@ -44,6 +39,12 @@ class Weights:
     def of_model(self) -> bool:
         """Whether they are a model's, which has the buffers that are not persistent, too."""
         return self.what == "model"
+
+    def tied(self, names: Sequence[str]) -> bool:
+        """Return whether these names are of one tensor, or of equal ones."""
+        first, *others = (self.tensors[n] for n in names)
+        same = (x for x in others if x is not first)
+        return all(x.dtype == first.dtype and torch.equal(x.tensor(), first.tensor()) for x in same)
 
 
 def weights(source: Any, seed: int) -> Weights:
@@ -56,17 +57,21 @@ def weights(source: Any, seed: int) -> Weights:
         {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.weight_files reads
     """
     if isinstance(source, nn.Module):
-        return _of_module(source, seed)
+        named = dict(named_tensors(source))
+        unset = [n for n, x in named.items() if x.is_meta]
+        made = record_reset(source).tensors(seed) if unset else {}
+        return Weights("model", in_memory_by_name(named, computed=True) | {n: made[n] for n in unset}, source)
     if isinstance(source, Recipe):
-        return of_recipe(source, seed)
+        return Weights("model", source.tensors(seed))
     if isinstance(source, Mapping):
         check_flat(source)
-        return _of_tensors({k: x for k, x in plain_state(source).items() if isinstance(x, Tensor)})
+        return Weights("state_dict", in_memory_by_name(plain_state(source), computed=True))
     if isinstance(source, (str, Path, WeightFiles)):
-        return _of_files(source)
+        files = open_weights(source)
+        return Weights(f"file {files.path.name}", files.tensors)
     if callable(source):
         model, recipe = record(source)
-        return replace(of_recipe(recipe, seed), model=model, notes=recipe.notes, folder=recipe.folder)
+        return Weights("model", recipe.tensors(seed), model, recipe.notes, recipe.folder)
     fix = "pass a model, a function that builds it, a state_dict or the path of one"
     raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
 
@@ -113,109 +118,14 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
     return result
 
 
-def _of_tensors(tensors: Mapping[str, Tensor]) -> Weights:
-    def tied(names: Sequence[str]) -> bool:
-        return all(
-            tensors[n] is tensors[names[0]] or torch.equal(tensors[n], tensors[names[0]]) for n in names if n in tensors
-        )
-
-    return Weights("state_dict", {k: in_memory(x, computed=True) for k, x in tensors.items()}, tied)
-
-
-def of_recipe(recipe: Recipe, seed: int) -> Weights:
-    """Return the weights that a recorded builder makes."""
-
-    def tied(names: Sequence[str]) -> bool:
-        return len({recipe.names[n] for n in names if n in recipe.names}) <= 1
-
-    return Weights("model", {k: recipe.sliced(k, seed) for k in recipe.names}, tied)
-
-
-def _of_module(model: nn.Module, seed: int) -> Weights:
-    tensors = dict(named_tensors(model))
-    recipe = record_reset(model) if any(x.is_meta for x in tensors.values()) else None
-
-    sliced = {
-        k: recipe.sliced(k, seed) if recipe is not None and x.is_meta else in_memory(x, computed=True)
-        for k, x in tensors.items()
-    }
-
-    def tied(names: Sequence[str]) -> bool:
-        return len({id(tensors[n]) for n in names if n in tensors}) <= 1
-
-    return Weights("model", sliced, tied, model)
-
-
-def _of_files(path: str | Path | WeightFiles) -> Weights:
-    """Return the weights of files only, whose names must be the program's."""
-    files = open_weights(path)
-    tensors = {**files.tensors, **{other: files.tensors[name] for other, name in files.ties.items()}}
-
-    def tied(names: Sequence[str]) -> bool:
-        values = [tensors[n].tensor() for n in names if n in tensors and n not in files.ties]
-        return all(torch.equal(x, values[0]) for x in values[1:])
-
-    return Weights(f"file {files.path.name}", tensors, tied)
-
-
 def from_files(path: Any, base: Weights, seed: int) -> Weights:
     """Return the weights of files in a model; what they lack is as in `base`, which must have a model.
 
     Raises ShardcError for files of another model.
     """
     assert base.model is not None
-    recorder = Recorder()
-    files = open_weights(path)
+    recorder, files = Recorder(), open_weights(path)
     placed, notes = place(files, base.model, recorder)
-    refs = {n: recorder.ref(x) for n, x in placed.items()}
-    recipe = Recipe(recorder.tape, refs)
-    tensors = {**base.tensors, **{n: recipe.sliced(n, seed) for n in refs}}
-
-    def tied(names: Sequence[str]) -> bool:
-        if not base.tied(names):
-            return False
-        present = [n for n in names if n in refs]
-        same = len({refs[n] for n in present}) <= 1
-        return same or all(torch.equal(tensors[n].tensor(), tensors[present[0]].tensor()) for n in present[1:])
-
-    return Weights(base.what, tensors, tied, base.model, (*base.notes, *notes), base.folder or files.folder)
-
-
-#: If more names than this do not fit, they belong to another model.
-_SHOWN = 8
-SAVED_MODEL = "compile the model that was saved, with its config"
-
-
-def check_tensors(
-    errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str, fix: str = SAVED_MODEL
-) -> None:
-    """Check that every wanted name is present with its shape, and that every present name is known.
-
-    Errors name similar names, or, if little fits, say that it is another model. fix: for that, and for other shapes.
-    """
-    known = set(known)
-    extra = [n for n in present if n not in known]
-    missing = [n for n in wanted if n not in present]
-    other = [n for n, shape in wanted.items() if n in present and tuple(present[n]) != tuple(shape)]
-
-    def shapes(name: str) -> str:
-        return f"{name} has the shape {list(present[name])} in {where}, and {list(wanted[name])} in the program"
-
-    if len(extra) + len(missing) + len(other) > _SHOWN or (missing and len(missing) == len(wanted)):
-        kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
-        counts = ", ".join(
-            f"{len(names)} {fault} ({names[0]}{', ...' if names[1:] else ''})" for names, fault in kinds if names
-        )
-        first = f"; {shapes(other[0])}" if other else ""
-        errors.add(f"{where} is of another model: of {len(wanted)} tensors {counts}{first}", fix=fix)
-        return
-    for name in missing:
-        near = difflib.get_close_matches(name, extra, 1)  # a known name is not misspelt
-        missed = "if it is new, pass the file as `weights` (--weights): new parameters then keep their initial values"
-        errors.add(f"{name} is missing in {where}", fix=f"did you mean {near[0]}, which it has?" if near else missed)
-    for name in other:
-        errors.add(shapes(name), fix=fix)
-    for name in extra:
-        near = difflib.get_close_matches(name, missing, 1)
-        fix = f"did you mean {near[0]}?" if near else "add the tensor to the model again, or remove it from the weights"
-        errors.add(f"{name} in {where} is unknown to the program", fix=fix)
+    read = Recipe(recorder.tape, {n: recorder.ref(x) for n, x in placed.items()})
+    tensors = {**base.tensors, **read.tensors(seed)}
+    return replace(base, tensors=tensors, notes=(*base.notes, *notes), folder=base.folder or files.folder)

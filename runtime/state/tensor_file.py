@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -52,21 +51,6 @@ MAX_HEADER = 100_000_000
 MAX_FILE_BYTES = 5_000_000_000
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file. start, stop: its bytes, counted from the beginning of the file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype and shape in a file: bytes, u8[*shape, itemsize], for unsupported dtypes."""
     return (dtype, shape) if dtype in NAMES else (torch.uint8, (*shape, dtype.itemsize))
@@ -77,20 +61,22 @@ def bytes_of(x: Tensor) -> memoryview:
     return x.detach().reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
 
 
-def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Entry]]:
-    """Return the bytes before the data (a multiple of 8), and the entries with their places in the file.
+def header(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """Return the bytes before the data (a multiple of 8), and where each tensor begins in the file, and where it ends.
 
-    Tensors are in the order of the entries, without gaps.
+    Tensors, (name, dtype, shape), are in their order, without gaps.
     """
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    offsets = list(accumulate((e.nbytes for e in entries), initial=0))
-    for e, start, stop in zip(entries, offsets, offsets[1:], strict=False):
-        table[e.name] = {"dtype": NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [start, stop]}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    sizes = (math.prod(shape) * dtype.itemsize for _, dtype, shape in tensors)
+    offsets = list(accumulate(sizes, initial=0))
+    for (name, dtype, shape), *place in zip(tensors, offsets, offsets[1:], strict=False):
+        table[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": place}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     data = len(text).to_bytes(8, "little") + text
-    ends = zip(entries, offsets, offsets[1:], strict=False)
-    return data, [replace(e, start=len(data) + start, stop=len(data) + stop) for e, start, stop in ends]
+    return data, [len(data) + offset for offset in offsets]
 
 
 def open_safetensors(path: Path) -> Any:

@@ -37,12 +37,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Piece, Plan
-from shardc.runtime.state.checkpoint_folder import check_file, is_checkpoint, newest, read_box, read_index
-from shardc.runtime.state.checkpoint_index import Index, Stored
-from shardc.runtime.state.saving import Saves
+from shardc.runtime.state.boxes import Box
+from shardc.runtime.state.checkpoint_folder import check_files, is_checkpoint, newest, read_box, read_index
+from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.saving import Plan, Saves
 
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _MAX_METADATA = 4 << 30
@@ -89,21 +89,16 @@ def _import(folder: Path, new: Path) -> str:
         load({key: x}, storage_reader=reader, no_dist=True)
         return x
 
-    plan, left = Plan({}, {}, _facts(manifest)), []
+    plan, left = Plan(_facts(manifest)), []
     for key, entry in metadata.state_dict_metadata.items():
         name = _name(key, manifest is not None)
         if name is None or not isinstance(entry, TensorStorageMetadata):
             left.append(key)
             continue
         dtype, shape = entry.properties.dtype, tuple(entry.size)
-        plan.tensors[name] = Stored(dtype, shape)
-        if 0 not in shape:
-            plan.add(Piece(name, dtype, (0,) * len(shape), shape, functools.partial(read, key, shape, dtype)))
-
-    def work(mesh: LoopbackMesh) -> None:
-        Saves(mesh).save(new, lambda: plan, step=int(plan.facts["extra"].get("step", 0)))
-
-    loopback(Mesh.of({"dp": 1}), work)
+        boxes = [Box.alone((0,) * len(shape), shape)] if 0 not in shape else []
+        plan.add(name, dtype, shape, boxes, functools.partial(read, key, shape, dtype))
+    loopback(Mesh.of({"dp": 1}), lambda mesh: Saves(mesh).save(new, lambda: plan))
     out = f"; left out, as they are not tensors of the model or its optimizer: {', '.join(left[:5])}" if left else ""
     return f"{len(plan.tensors)} tensors of {folder}{out}"
 
@@ -201,8 +196,7 @@ def export_checkpoint(folder: Path, new: Path) -> str:
     index = read_index(path)
     if new.exists() and any(new.iterdir()):
         raise ShardcError("the folder is not empty", where=str(new), fix="name a new one")
-    for number in range(len(index.files)):
-        check_file(path, index, number)
+    check_files(path, index)
     forms = {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in index.tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there are no other ranks

@@ -1,7 +1,7 @@
 """Read weights by slice from safetensors files, torch files and checkpoints.
 
     files = open_weights("pretrained/")             # a folder, or one file: nothing is read but names and shapes
-    files.tensors["lm_head.weight"].read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
+    files.tensors["lm_head.weight"].read((0, 16), (8, 4))     # rows 0 to 7, columns 16 to 19: [8, 4]
 
 A rank reads its part of a tensor and nothing else, so that a model of any size costs each rank only its part.
 """
@@ -12,7 +12,7 @@ import functools
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
+from shardc.runtime.state.boxes import Numbers, Sliced, in_memory_by_name, index
 from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, read_box, read_index
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, in_memory, index
 from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
 
 
@@ -30,14 +30,12 @@ from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
 class WeightFiles:
     """Weights in files. path: what the user named.
 
-    what: "safetensors", "torch", "checkpoint" or "in memory". tensors: by their names in the files. ties: other names
-    of the same tensors, from the files: {other: name}.
+    what: "safetensors", "torch", "checkpoint" or "in memory". tensors: by all of their names in the files.
     """
 
     path: Path
     what: str
     tensors: Mapping[str, Sliced]
-    ties: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -58,10 +56,9 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
     if isinstance(path, WeightFiles):
         return path
     if isinstance(path, Mapping):
-        tensors = {k: in_memory(x) for k, x in path.items() if isinstance(x, Tensor)}
-        return WeightFiles(Path("the state_dict"), "in memory", tensors)
+        return WeightFiles(Path("the state_dict"), "in memory", in_memory_by_name(path))
     path = disk_calls.expanded(path)
-    if (checkpoint := _checkpoint(path)) is not None:
+    if (checkpoint := checkpoint_in(path)) is not None:
         return _of_checkpoint(path, checkpoint)
     files = weight_files(path)
     if not files:
@@ -78,7 +75,7 @@ def of_files(path: Path, files: Sequence[Path]) -> WeightFiles:
 def has_weights(path: str | Path) -> bool:
     """Return whether there is anything at this path that `open_weights` would read."""
     path = disk_calls.expanded(path)
-    return contains_checkpoint(path) or bool(weight_files(path))
+    return checkpoint_in(path) is not None or bool(weight_files(path))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -126,22 +123,19 @@ def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
             read = functools.partial(_read_safetensors, handle, name, dtype)
             tensors[name] = Sliced(tuple(view.get_shape()), dtype, read)
         ties |= {k: v for k, v in (handle.metadata() or {}).items() if k != "format"}
-    ties = {other: name for other, name in ties.items() if name in tensors and other not in tensors}
-    return WeightFiles(path, "safetensors", tensors, ties)
+    tied = {other: tensors[name] for other, name in ties.items() if name in tensors}
+    return WeightFiles(path, "safetensors", tied | tensors)
 
 
-def _read_safetensors(handle: Any, name: str, dtype: torch.dtype, ranges: Ranges) -> Tensor:
-    if 0 in (n for _, n in ranges):
-        return torch.empty([n for _, n in ranges], dtype=dtype)
-    tensor: Tensor = handle.get_slice(name)[index(ranges) if ranges else ...]
+def _read_safetensors(handle: Any, name: str, dtype: torch.dtype, offset: Numbers, shape: Numbers) -> Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    tensor: Tensor = handle.get_slice(name)[index(offset, shape) or ...]
     return tensor
 
 
 def _of_torch(path: Path, files: Sequence[Path]) -> WeightFiles:
-    tensors: dict[str, Sliced] = {}
-    for file in files:
-        tensors |= {name: in_memory(x) for name, x in torch_file(file).items()}
-    return WeightFiles(path, "torch", tensors)
+    return WeightFiles(path, "torch", in_memory_by_name({n: x for file in files for n, x in torch_file(file).items()}))
 
 
 def torch_file(file: Path) -> dict[str, Tensor]:
@@ -172,11 +166,7 @@ def torch_file(file: Path) -> dict[str, Tensor]:
 # --- a checkpoint of our own ------------------------------------------------------------------------------------------
 
 
-def contains_checkpoint(path: Path) -> bool:
-    return _checkpoint(path) is not None
-
-
-def _checkpoint(path: Path) -> Path | None:
+def checkpoint_in(path: Path) -> Path | None:
     """Return the last checkpoint in a folder of `run --save` or `engine.save`, or the folder itself."""
     for folder in (path / "checkpoint", path):
         if folder.is_dir() and is_checkpoint(folder):
@@ -189,11 +179,8 @@ def _checkpoint(path: Path) -> Path | None:
 def _of_checkpoint(path: Path, checkpoint: Path) -> WeightFiles:
     content = read_index(checkpoint)
 
-    def read(key: str, ranges: Ranges) -> Tensor:
-        return read_box(checkpoint, content, key, tuple(a for a, _ in ranges), tuple(n for _, n in ranges))
-
     tensors = {
-        key.removeprefix("model."): Sliced(x.shape, x.dtype, functools.partial(read, key))
+        key.removeprefix("model."): Sliced(x.shape, x.dtype, functools.partial(read_box, checkpoint, content, key))
         for key, x in content.tensors.items()
         if key.startswith("model.")
     }

@@ -39,10 +39,8 @@ def cast_and_pad(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any
     dtypes = {x.path: x.dtype for x, leaf in _inputs_in(program, batch) if _widens(leaf, x.dtype)}
     if dtypes:
         batch = mapped(batch, (), lambda path, leaf: leaf.to(dtypes[path]) if path in dtypes else leaf)
-    section = program.spec.batch if program.spec is not None else None
-    return (
-        _padded(program, mesh, batch, section.lengths, section.pad, local=local) if section and section.pad else batch
-    )
+    section = program.spec.batch
+    return _padded(program, mesh, batch, section.lengths, section.pad, local=local) if section.pad else batch
 
 
 def _inputs_in(program: Program, batch: Any) -> list[tuple[Input, Any]]:

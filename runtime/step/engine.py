@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import ShardcError
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime.checks import engine_options
@@ -131,7 +130,7 @@ class Engine:
         mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
         rng: Callable[[int], Rng] = Rng,
-        offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
+        offload: Callable[[Any, Any], Offload] = Offload,
     ) -> None:
         #: Options that `set` can change.
         settable = {"clip_norm": clip_norm, "norm": norm, "nonfinite": nonfinite, "check_every": check_every}
@@ -163,7 +162,7 @@ class Engine:
             self.rng,
             self._checks.parts(parts),
             buffers,
-            offload(program.offload, self.mesh),
+            offload(program.spec.data, self.mesh),
             forward_arguments=inputs.arguments(loaded.model),
             make_interpreter=interpreter,
         )
@@ -359,8 +358,9 @@ class Engine:
         length compiles for it. Raises ShardcError for a model that is not causal.
         """
         ends = tuple(stop) if stop is not None else None
-        make = needed("generation", "runtime", "Options")
-        options = make(max_new_tokens, temperature, top_k, top_p, ends, seed)
+        options = needed("generation", "runtime", "Options")(
+            tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=ends, seed=seed
+        )
         self._optimizer_half.check_consistent()
         return self._evaluation.generate(prompts, options)
 

@@ -231,7 +231,7 @@ class ShardedModule(ModuleState):
             engine_options.check_trains(r.program)
             r.updates.carry_out()
             r.updates.finish_gather()
-            offload = Offload(r.program.offload, r.mesh)
+            offload = Offload(r.program.spec.data, r.mesh)
             optimizer, owners = engine_optimizer.create_optimizer(make, r.program, r.buckets, r.mesh, offload)
         assert optimizer is not None, "a module has all parameters"
         r.updates.owners.add(owners)
@@ -291,7 +291,7 @@ def _check_supported(program: Program) -> None:
             where="pipeline",
             fix="use program.engine(...)",
         )
-    if program.loss_scale is not None:
+    if program.spec.precision.loss_scale is not None:
         raise ShardcError(
             "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "
             "step an optimizer, so nothing would be scaled",
@@ -299,7 +299,7 @@ def _check_supported(program: Program) -> None:
             fix="use program.engine(...); or leave loss_scale out, multiply the loss by a number before backward,"
             " and divide each .grad by it",
         )
-    if program.offload.used:
+    if program.spec.data.offload.used:
         raise ShardcError(
             "offload needs an engine, which moves tensors around the optimizer's step: a module does not step the"
             " optimizer",

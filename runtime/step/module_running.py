@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,24 @@ class Running:
             self.waiting.add(call)
             result.register_hook(self.updates.note)  # type: ignore[no-untyped-call]
         return result, news
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Prepare weights for sending: see shardc.features.reshard.runtime.End."""
+        self.checks.call("moving weights")
+        self.updates.carry_out()
+        self.updates.finish_gather()
+        self.buckets.update_aliases()
+        yield
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Let this rank's stored parts be filled: other ranks get the copies that they need before a forward."""
+        self.buckets.reset(forward=True)
+        self.updates.finish_gather()
+        self.buckets.update_aliases()
+        yield
+        self.updates.note()
 
     def finish_backward(self) -> None:
         """Finish the sums of gradients when autograd's backward has ended."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.owners import Owners, OwnersOptimizer, RankState
 from shardc.runtime.state.parts import full_state_dict
-from shardc.runtime.state.saving import save
+from shardc.runtime.state.saving import planned
 from shardc.runtime.step import resumed
 from shardc.runtime.step.module_running import Running
 from shardc.runtime.zero.optimizer_list import as_one
@@ -80,7 +80,7 @@ class ModuleState(nn.Module):
         facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
             r.checks.saving(held.optimizer)
-            save(folder, held, facts, saves=r.saves, keep=keep, overwrite=overwrite)
+            r.saves.save(folder, functools.partial(planned, held, facts), keep=keep, overwrite=overwrite)
 
     def load(self, folder: str | Path, optimizer: Any = None, *, last_good: bool = False) -> dict[str, Any]:
         """Read a checkpoint that `save`, or an engine's, wrote on any mesh; return its `extra`. Collective.
@@ -91,13 +91,10 @@ class ModuleState(nn.Module):
         """
         r = self._running
         held = self._held(optimizer)
-        r.buckets.reset(forward=True)
-        r.updates.finish_gather()
-        with r.mesh.together("loading a checkpoint"):
+        with r.mesh.together("loading a checkpoint"), r.receiving():
             r.checks.call("loading a checkpoint")
             extra = load(folder, held, last_good=last_good)
         r.saves.loaded(folder)
-        r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
         for note in resumed.changed(r.program, extra):
             r.mesh.note(note)
@@ -114,9 +111,9 @@ class ModuleState(nn.Module):
         return RankState(r.program, r.mesh, owned, buffers, optimizer, r.buckets.shards, owners)
 
     @property
-    def weights_holder(self) -> _End:
+    def weights_holder(self) -> Running:
         """The object that holds the weights."""
-        return _End(self, self._running)
+        return self._running
 
     def weights_to(self, other: Any) -> Any:
         """Copy this module's weights to an engine, another module, or a forward-only program's. Collective.
@@ -154,39 +151,3 @@ def mark(module: ModuleState, state_dict: dict[str, Any], prefix: str, metadata:
 def check_marks(module: ModuleState, given: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
     if module._running.slices.check(given, prefix, metadata.get(marks.KEY)):
         module._running.checks.loaded_unmarked()
-
-
-class _End:
-    """A module's weights, for shardc.features.reshard."""
-
-    def __init__(self, module: ModuleState, running: Running) -> None:
-        self._module, self._running = module, running
-        self.program, self.mesh, self.buckets, self.checks = (
-            running.program,
-            running.mesh,
-            running.buckets,
-            running.checks.compares,
-        )
-
-    @property
-    def owned(self) -> Mapping[str, Tensor]:
-        return self.buckets.owned
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        return self._module._buffers_by_name()
-
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        self._running.updates.carry_out()
-        self._running.updates.finish_gather()
-        self.buckets.update_aliases()
-        yield
-
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
-        self.buckets.reset(forward=True)
-        self._running.updates.finish_gather()
-        self.buckets.update_aliases()
-        yield
-        self._running.updates.note()

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.program import Program
+from shardc.runtime.state.checkpoint_index import plain
 from shardc.runtime.step.schedulers import MOVED, Schedulers, with_inner
 
 #: Settings by what has them: {"lr of group 1": 0.1, "T_max of CosineAnnealingLR": 100}.
@@ -29,7 +29,7 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
     moved = _scheduled(schedulers)
     for i, group in enumerate(groups):
         of = f" of group {i}" if len(groups) > 1 else ""
-        values |= {f"{name}{of}": _value(x) for name, x in group.items() if name not in ("params", *moved)}
+        values |= {f"{name}{of}": plain(x) for name, x in group.items() if name not in ("params", *moved)}
     for scheduler in schedulers.members if schedulers is not None else ():
         for name, value in _of_scheduler(scheduler):
             values.setdefault(name, value)
@@ -74,18 +74,9 @@ def _of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
     for name in inspect.signature(kind).parameters:
         value = getattr(scheduler, name, None)
         if name != "last_epoch" and isinstance(value, (int, float, str, list, tuple, Mapping)):
-            yield f"{name} of {kind.__name__}", _value(value)
+            yield f"{name} of {kind.__name__}", plain(value)
     for i, member in enumerate(getattr(scheduler, "_schedulers", ())):  # of a SequentialLR, a ChainedScheduler
         yield from ((f"{name}, number {i} of {kind.__name__}", value) for name, value in _of_scheduler(member))
-
-
-def _value(x: Any) -> Any:
-    """Convert a value so that it can be compared with one from JSON, which has no tuples."""
-    if isinstance(x, Tensor):
-        return x.tolist()
-    if isinstance(x, Mapping):
-        return sorted((str(k), _value(v)) for k, v in x.items())
-    return [_value(v) for v in x] if isinstance(x, (list, tuple)) else x
 
 
 def _text(x: Any) -> str:

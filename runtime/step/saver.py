@@ -19,7 +19,7 @@ from shardc.runtime.state.export import export_safetensors
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import full_state_dict
-from shardc.runtime.state.saving import Saves, save
+from shardc.runtime.state.saving import Saves, planned
 from shardc.runtime.step import resumed
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.schedulers import steps_of
@@ -51,10 +51,6 @@ class Saver:
         model, optimizer, shards = self.model, self.update.optimizer, self.buckets.shards
         return RankState(self.program, self.mesh, self.owned, model.buffers, optimizer, shards, model.owners)
 
-    @property
-    def checks(self) -> bool:
-        return self.hooks.compares
-
     def save(self, folder: str | Path, *, wait: bool, keep: int | None, overwrite: bool) -> None:
         self.update.check_consistent()
         model = self.model
@@ -63,7 +59,8 @@ class Saver:
             self.saves.finish_at_exit()
         with self.mesh.together(f"saving step {model.rng.step}"), model.offload.params_on_host():
             self.hooks.saving(self.update.optimizer)
-            save(folder, self.held, extra, saves=self.saves, keep=keep, wait=wait, overwrite=overwrite)
+            plan = functools.partial(planned, self.held, extra)
+            self.saves.save(folder, plan, keep=keep, wait=wait, overwrite=overwrite)
 
     def extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint has apart from tensors and the optimizer's settings."""
@@ -83,8 +80,7 @@ class Saver:
     def load(self, folder: str | Path, *, last_good: bool, new_schedule: bool, new_data: bool) -> None:
         model, update = self.model, self.update
         before, seed = resumed.settings(update.optimizer, update.schedulers), model.rng.seed
-        self._make_ready()
-        with self.mesh.together("loading a checkpoint"), model.offload.params_on_host():
+        with self.mesh.together("loading a checkpoint"), self.receiving():
             self.hooks.call("loading a checkpoint")
             extra = load(
                 folder,
@@ -95,8 +91,6 @@ class Saver:
                 changing=self._changing,
             )
         self.saves.loaded(folder)
-        self.buckets.publish()
-        self._filled()
         self.go_on_from(extra, new_schedule=new_schedule, new_data=new_data)
         after = resumed.settings(update.optimizer, update.schedulers)
         for note in resumed.replaced(before, after, schedule=not new_schedule):
@@ -107,19 +101,6 @@ class Saver:
             self.mesh.note(f"clip_norm: today's {update.clip_norm} is used; the checkpoint was trained with {clipped}")
         if model.rng.seed != seed:
             self.mesh.note(f"seed: the checkpoint's {model.rng.seed} is used, not {seed}")
-
-    def _make_ready(self) -> None:
-        """Finish all that reads or writes parameters, before they are filled."""
-        self.finish()
-        self.buckets.reset(forward=True)
-        self.buckets.wait_for_gathers()
-
-    def _filled(self) -> None:
-        """Refresh what depends on parameters, after they are filled and other ranks have them."""
-        self.model.offload.changed()
-        if self.update.paged is not None:
-            self.update.paged.rest()
-        self.model.owners.gather()
 
     def go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
         """Set step, seed, schedules, loss scale and loaders to those of a checkpoint or another engine."""
@@ -184,6 +165,7 @@ class Saver:
     @contextmanager
     def sending(self) -> Iterator[None]:
         """Prepare weights for sending: see shardc.features.reshard.runtime.End."""
+        self.hooks.call("moving weights")
         self.update.check_consistent()
         self.model.gather_written()
         self.buckets.wait_for_gathers()
@@ -192,9 +174,14 @@ class Saver:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Prepare weights for receiving: see shardc.features.reshard.runtime.End."""
-        self._make_ready()
+        """Let this rank's stored parts be filled; then other ranks, and owners, get the copies that they need."""
+        self.finish()
+        self.buckets.reset(forward=True)
+        self.buckets.wait_for_gathers()
         with self.model.offload.params_on_host():
             yield
-        self.buckets.mark_gathered()
-        self._filled()
+        self.buckets.publish()
+        self.model.offload.changed()
+        if self.update.paged is not None:
+            self.update.paged.rest()
+        self.model.owners.gather()

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from shardc.errors import ShardcError
+from shardc.runtime.state.checkpoint_index import like, plain
 from shardc.runtime.zero.optimizer_list import OptimizerList
 
 #: What `optimizer=` returned (an optimizer, or a list of them) -> a scheduler, or a list of them.
 SchedulerOf = Callable[[Any], Any]
-_PAIRS = "pairs of a dict"  # JSON's keys are strings only
 
 
 class Schedulers:
@@ -69,7 +69,7 @@ class Schedulers:
     def check_room(self, steps: int = 1) -> None:
         """Raise ShardcError if a schedule with an end (OneCycleLR) ends before so many more steps."""
         for m in self.members:
-            for one, epoch in _reached(m, steps):
+            for one, epoch in _at(m, _done(m) + steps):
                 more = f"{'another one is' if steps == 1 else f'{steps} more are'} to come"
                 self._check_end(one, epoch, f"{max(one.last_epoch, 0)} of which are done, and {more}")
 
@@ -92,7 +92,7 @@ class Schedulers:
 
     def state_dict(self) -> Any:
         """Return classes and states as JSON-able values: a list if the user made several."""
-        states = [state_dict(m) for m in self.members]
+        states = [{"class": type(m).__name__, "state": plain(m.state_dict())} for m in self.members]
         return states[0] if isinstance(self.returned, LRScheduler) else states
 
     def check(self, saved: Any) -> None:
@@ -111,17 +111,13 @@ class Schedulers:
     def load_state_dict(self, saved: Any) -> None:
         """Load what `state_dict` returned and `check` accepted. As in torch, saved settings replace new ones."""
         for m, state in zip(self.members, saved if isinstance(saved, list) else [saved], strict=True):
-            m.load_state_dict(_like(m.state_dict(), state["state"]))
+            m.load_state_dict(like(m.state_dict(), state["state"]))
             _regroup(m)
 
 
-def _reached(scheduler: Any, steps: int) -> Iterator[tuple[OneCycleLR, int]]:
-    """Yield each OneCycleLR with the step that it reaches after so many more steps."""
-    if isinstance(scheduler, ChainedScheduler):  # steps all of its members every time, and does not count
-        for m in scheduler._schedulers:
-            yield from _reached(m, steps)
-    else:
-        yield from _at(scheduler, scheduler.last_epoch + steps)
+def _done(scheduler: Any) -> int:
+    """Return how many steps a scheduler has taken. A ChainedScheduler steps all of its members, and does not count."""
+    return _done(scheduler._schedulers[0]) if isinstance(scheduler, ChainedScheduler) else scheduler.last_epoch
 
 
 def _at(scheduler: Any, epoch: int) -> Iterator[tuple[OneCycleLR, int]]:
@@ -145,11 +141,6 @@ def with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
         yield from with_inner(getattr(m, "_schedulers", ()))
 
 
-def state_dict(scheduler: LRScheduler) -> dict[str, Any]:
-    """Return a scheduler's class and state as JSON-able values."""
-    return {"class": type(scheduler).__name__, "state": _plain(scheduler.state_dict())}
-
-
 def _regroup(scheduler: LRScheduler) -> None:
     """Reset rates by group if the optimizer had another number of groups when it was saved."""
     groups = scheduler.optimizer.param_groups
@@ -158,33 +149,6 @@ def _regroup(scheduler: LRScheduler) -> None:
         scheduler._last_lr = [g["lr"] for g in groups]
     for member in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR, a ChainedScheduler
         _regroup(member)
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.tolist()
-    if isinstance(x, Mapping):
-        if all(isinstance(k, str) for k in x):
-            return {k: _plain(v) for k, v in x.items()}
-        return {_PAIRS: [[_plain(k), _plain(v)] for k, v in x.items()]}
-    return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
-
-
-def _like(now: Any, saved: Any) -> Any:
-    """Convert what `_plain` wrote back to the types that the scheduler has now: tensors, tuples, Counters."""
-    if isinstance(now, Tensor):
-        return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
-    if isinstance(saved, Mapping):
-        if saved.keys() == {_PAIRS}:
-            pairs = dict(saved[_PAIRS])
-            kind: Any = type(now)
-            return kind(pairs) if isinstance(now, Mapping) else pairs
-        return {k: _like(now.get(k) if isinstance(now, Mapping) else None, v) for k, v in saved.items()}
-    if isinstance(saved, list):
-        present = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
-        items = [_like(a, b) for a, b in zip(present, saved, strict=True)]
-        return tuple(items) if isinstance(now, tuple) else items
-    return saved
 
 
 #: Settings of a parameter group that schedules change.

@@ -135,7 +135,7 @@ class StepGraphs:
             return
         self._make = None
         fault = f"execution: {{graphs: true}}: {reason}; steps run op by op"
-        if self.program.spec is not None and self.program.spec.strict:
+        if self.program.spec.strict:
             raise ShardcError(fault, where="engine", fix="leave graphs out, or `strict: true`")
         self.mesh.note(fault)
 
@@ -231,7 +231,7 @@ _WAITING = {
 
 def requested(program: Program) -> bool:
     """Return whether a program's spec says `execution: {graphs: true}`."""
-    return program.spec is not None and program.spec.execution.graphs
+    return program.spec.execution.graphs
 
 
 def step_graphs(program: Program, mesh: Any, rng: Rng, buckets: Buckets) -> StepGraphs | None:
@@ -244,8 +244,7 @@ def step_graphs(program: Program, mesh: Any, rng: Rng, buckets: Buckets) -> Step
 
 def why_not(program: Program) -> str:
     """Return why the host waits for the device in a step, so that it cannot be recorded; "": it does not."""
-    offloaded = [c for c in program.spec.checkpoint if c.offload != "none"] if program.spec is not None else []
-    if program.offload.used or offloaded:
+    if program.spec.data.offload.used or any(c.offload != "none" for c in program.spec.checkpoint):
         return "tensors move between the device and the host"
     called = {n.target for s in program.stages for n in s.graph.nodes}
     return next((f"the host waits for the device: {why}" for op, why in _WAITING.items() if op in called), "")

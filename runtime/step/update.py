@@ -26,7 +26,8 @@ class Update:
     """The optimizer's half of a step.
 
     In each step: `begin`, backward, `check_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended,
-    `finish_gradients`, `apply`, `step_schedule`. If matrices' owners get gradients early, backward calls `reduced`.
+    `finish_gradients`, `apply`, `step_schedule`. If gradients go to the owners of
+    matrices during backward, backward calls `reduced`.
     optimizer: of what this rank owns; None: it has nothing to train. trains: the engine has an optimizer.
     .consistent: all of the state is of one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
     """
@@ -50,7 +51,8 @@ class Update:
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
         schedule = Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
         self.schedule(schedule)
-        self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
+        scale = program.spec.precision.loss_scale
+        self.scaler = LossScaler(scale, model.mesh) if scale is not None else None
         self._norm = GradNorm(program, model.owned, model.mesh)
         self.norm: Tensor | None = None
         self.consistent = True

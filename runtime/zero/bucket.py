@@ -191,10 +191,6 @@ class Bucket:
         """Wait for the gather of `publish`."""
         self._gather.wait()
 
-    def mark_gathered(self) -> None:
-        """Note that parts and whole parameters hold new values, so nothing has to be gathered."""
-        self._versions = self._version()
-
     def updated(self) -> tuple[nn.Parameter, ...]:
         """Return the whole parameters, after the gather."""
         self.wait_for_gather()

@@ -38,7 +38,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.bucket import Bucket, update_alias
@@ -72,7 +71,7 @@ class Buckets:
         aliased: bool = False,
     ) -> None:
         self.mesh = mesh
-        offload = offload if offload is not None else Offload(OffloadPlaces(), mesh)
+        offload = offload if offload is not None else Offload(program.spec.data, mesh)
         coordinate_here = mesh.coordinate(program.axis) if program.axis else 0
         stages = (
             {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == coordinate_here}
@@ -292,11 +291,6 @@ class Buckets:
             return self.owned[name].detach()
         bucket = self._bucket_of[name]
         return bucket.params[name].detach() if name in bucket.params else None
-
-    def mark_gathered(self) -> None:
-        """Note that parts and whole parameters hold new values on all ranks: nothing has to be gathered."""
-        for b in self._all:
-            b.mark_gathered()
 
     def wholes(self) -> Mapping[str, Tensor]:
         """Return {name: local part uncut by ZeRO, as stored, detached}.

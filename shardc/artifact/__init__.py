@@ -33,9 +33,9 @@ from torch import Tensor, fx
 
 from shardc.artifact import emit, model_source
 from shardc.artifact.folder_files import CONSTANTS, LAYOUTS, MANIFEST, SCHEDULE, SPEC, FolderFiles, digest
-from shardc.artifact.parser import graph_of
+from shardc.artifact.parser import MissingOpError, Reader
 from shardc.artifact.rows import form, row
-from shardc.artifact.tables import Facts, Manifest, check, of_form
+from shardc.artifact.tables import Manifest, check, of_form
 from shardc.errors import Errors, ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.metadata import Value
@@ -46,7 +46,7 @@ from shardc.runtime import schedule
 from shardc.spec import Spec
 from shardc.version import VERSION
 
-FORMAT = 2
+FORMAT = 3
 
 
 def write(program: Program, folder: str | Path) -> None:
@@ -95,8 +95,7 @@ def _write(program: Program, folder: Path) -> None:
     if program.schedule is not None:
         files[SCHEDULE] = f"{program.schedule}\n"
     files[LAYOUTS] = json.dumps(row(program), indent=1, ensure_ascii=False)
-    if program.spec is not None:
-        files[SPEC] = str(program.spec)
+    files[SPEC] = str(program.spec)
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
     # copies, as safetensors refuses tensors that share memory
@@ -129,19 +128,14 @@ def read(folder: str | Path, *, trust: bool = False) -> Program:
     program = replace(
         program,
         buffers=_with_constants(program, files),
-        meta=manifest.meta,
+        meta=manifest.meta.model_dump(exclude_unset=True),
         recorded=partial(ForwardRecord.read, manifest.record),
     )
-    return _with_texts(program, files)
-
-
-def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
-    """Return the facts of a folder's manifest: its model, and when it was compiled.
-
-    Also reads a folder that `read` refuses for an unregistered op. Raises ShardcError for an invalid manifest.
-    """
-    facts: dict[str, Any] = _manifest(FolderFiles(Path(folder), trust=trust)).meta
-    return facts
+    try:
+        return _with_texts(program, files)
+    except MissingOpError as e:
+        e.meta = program.meta
+        raise
 
 
 def _manifest(files: FolderFiles) -> Manifest:
@@ -155,7 +149,6 @@ def _manifest(files: FolderFiles) -> Manifest:
         fault = f"artifact of format {str(values['format'])[:20]}, this shardc reads {FORMAT}"
         raise ShardcError(fault, where=folder, fix="compile again")
     manifest: Manifest = of_form(Manifest, values, where)
-    of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
     then, now = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
     if then != now and not files.trust:
@@ -181,14 +174,15 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     """Return the program with its graphs, schedule and spec, read from their texts."""
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
-    spec = Spec.parse(files.text(SPEC), files.path(SPEC)) if SPEC in files else None
+    spec = Spec.parse(files.text(SPEC), files.path(SPEC))
     regions = {r.name for r in program.regions}
-    unknown = spec is not None and spec.unknown_ops == "replicate"
+    unknown = spec.unknown_ops == "replicate"
 
-    def graph(name: str, types: dict[str, Value], form: Any, **how: bool) -> fx.Graph:
+    def graph(name: str, types: dict[str, Value], form: Any, **how: Any) -> fx.Graph:
         """Read a graph from its text. form: of what it returns; how: whether it is piped, or joint."""
         place = files.path(name)
-        parsed = graph_of(files.text(name), program.mesh, types, place, regions=regions, unknown_ops=unknown, **how)
+        reader = Reader(files.text(name), program.mesh, types, place, regions=regions, unknown_ops=unknown, **how)
+        parsed = reader.run()
         if not _has_form(parsed.output_node().args[0], form):
             raise files.wrong(name, "it does not return the loss, and what the tables list beside it")
         return parsed

@@ -28,7 +28,6 @@ from shardc.artifact.repeated_layers import Fold
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.metadata import Collective, Value
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.program import Program
 from shardc.ir.source import Source
@@ -194,7 +193,7 @@ def _head(program: Program, fold: Fold) -> Iterator[str]:
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
         yield from (f"# {plain(line)}" for line in program.meta["shard"])
-    yield from _offload(program.offload)
+    yield from _offload(program)
     yield "# parameters: name, type, axes its gradient is summed over, bucket"
     yield from (f"#   {p if isinstance(p, str) else param_text(p)}" for p in fold.params())
     if program.buffers:
@@ -213,12 +212,12 @@ def _head(program: Program, fold: Fold) -> Iterator[str]:
         yield f"# {e if isinstance(e, str) else edge_text(e, program)}"
 
 
-def _offload(offload: OffloadPlaces) -> Iterator[str]:
+def _offload(program: Program) -> Iterator[str]:
     names = {"optimizer": "optimizer state", "parameters": "parameters' parts"}
-    if offload.used:
+    if used := program.spec.data.offload.used if program.spec else {}:
         places = (
             f"{names[kind]} on the cpu" if place == "cpu" else f"{names[kind]} in files of {plain(place)}"
-            for kind, place in offload.used.items()
+            for kind, place in used.items()
         )
         yield f"# offload: {'; '.join(places)}"
 
@@ -260,8 +259,9 @@ def bucket_text(b: Bucket, program: Program) -> str:
         " and ", ", ", b.zero - 2 if b.zero > 2 else 0
     )
     params = f"{plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to {b.params[-1]}"
+    ahead = f"{plural(program.spec.data.prefetch, 'bucket')} ahead"
     if program.forward_only and b.zero == 3:
-        return f"parameters split over {b.shard}: {params}; all_gather in forward, {plural(b.prefetch, 'bucket')} ahead"
+        return f"parameters split over {b.shard}: {params}; all_gather in forward, {ahead}"
     each = " of each microbatch" if b.each and program.microbatches > 1 else ""
     ways = [f"reduce_scatter over {b.shard}{each}"] if b.shard in b.axes else []
     ways += (
@@ -269,7 +269,7 @@ def bucket_text(b: Bucket, program: Program) -> str:
         if set(b.axes) - {b.shard}
         else []
     )
-    often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
+    often = "once a step" if b.keep else f"in forward and in backward, {ahead}"
     after = f"all_gather {'in 8 bits ' if b.rounded else ''}{often}" if b.zero == 3 else "all_gather after the update"
     return f"{kept} split over {b.shard}: {params}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
 

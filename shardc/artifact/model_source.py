@@ -54,7 +54,7 @@ def origins(model: nn.Module, loss: Any = None) -> tuple[Origin, ...]:
 
 
 def record(found: Iterable[Origin]) -> dict[str, Any]:
-    """Return a manifest's entries on the source. found: the file of the first one is the main file.
+    """Return a manifest's entry on the source. found: the file of the first one is the main file.
 
     Other files are named relative to the main file's folder.
     """
@@ -62,7 +62,7 @@ def record(found: Iterable[Origin]) -> dict[str, Any]:
     if not listed:
         return {}
     main = listed[0][0].resolve()
-    return {"source": digests(main, listed), "source_main": str(main), "python": list(sys.version_info[:2])}
+    return {"source": {"main": str(main), "python": list(sys.version_info[:2]), "files": digests(main, listed)}}
 
 
 def digests(main: Path, found: Iterable[Origin]) -> Digests:
@@ -80,24 +80,19 @@ def digests(main: Path, found: Iterable[Origin]) -> Digests:
     return {path: dict(sorted(names.items())) for path, names in sorted(result.items()) if names}
 
 
-def stale(meta: Mapping[str, Any], main: Path | None = None) -> tuple[str, bool]:
-    """Return (what has changed since a folder was compiled, or ""; whether that is certain).
+def stale(meta: Mapping[str, Any], main: Path | None = None) -> str:
+    """Return what has changed since a folder was compiled, or "". main: the main file, if it is another one.
 
-    meta: of its manifest. main: the main file, if it is another one. Uncertain: another Python compiled it, which may
-    parse the same code differently.
+    meta: of its manifest. Where another Python compiled it, which may parse the same code differently, nothing is
+    compared.
     """
-    if "source_main" not in meta:
-        return "", True
-    then = Path(meta["source_main"])
+    source = meta.get("source")
+    if not source or source["python"] != list(sys.version_info[:2]):
+        return ""
+    then = Path(source["main"])
     main = then if main is None else main.resolve()
-    changes = changed(meta["source"], main, other=main != then)
-    if not changes:
-        return "", True
-    fault = f"{'; '.join(changes)} changed since this was compiled: forward and loss are still those of then"
-    if meta["python"] == list(sys.version_info[:2]):
-        return fault, True
-    python = ".".join(map(str, meta["python"]))
-    return f"{fault}, or only read otherwise: it was compiled with Python {python}", False
+    changes = "; ".join(changed(source["files"], main, other=main != then))
+    return f"{changes} changed since this was compiled: forward and loss are still those of then" if changes else ""
 
 
 def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
@@ -171,48 +166,26 @@ class _File:
         return hashlib.sha256(code.encode()).hexdigest()[:16] if statements else None
 
     def reached(self, name: str) -> Iterator[tuple[Path, str]]:
-        """Yield what the definition of a name uses, in this file and in the user's other files."""
+        """Yield what the definition of a name uses, in this file and in the user's other files.
+
+        Of `import m` it is all of m; of `from m import x` it is x, which may be a module.
+        """
         for statement in self._of(name):
             yield from ((self.path, x) for x in self.reads[statement] if x in self.bound)
-            yield from self._through_modules(statement)
             for node in ast.walk(statement):
                 if isinstance(node, ast.Import):
-                    for module in node.names:
-                        if node is statement and (module.asname or "." not in module.name):
-                            continue  # yielded where it is used
-                        yield from ((path, WHOLE) for path in _module(module.name))
+                    yield from ((path, WHOLE) for module in node.names for path in _module(module.name))
                 elif isinstance(node, ast.ImportFrom):
                     yield from self._from(node)
-
-    def _through_modules(self, statement: ast.stmt) -> Iterator[tuple[Path, str]]:
-        """Yield `name` for each `m.name` of a module from a top-level `import m`, and WHOLE for a bare `m`."""
-        modules = {
-            x.asname or x.name: x.name
-            for top in self.statements
-            if isinstance(top, ast.Import)
-            for x in top.names
-            if x.asname or "." not in x.name
-        }
-        of_attributes = set()
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-                of_attributes.add(node.value)
-                for path in _module(modules[node.value.id]):  # a name that comes by `import *` is not bound there
-                    file = _file(path)
-                    yield path, node.attr if file is not None and node.attr in file.bound else WHOLE
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and node.id in modules and node not in of_attributes:
-                yield from ((path, WHOLE) for path in _module(modules[node.id]))
 
     def _of(self, name: str) -> list[ast.stmt]:
         return self.statements if name == WHOLE else self.bound.get(name, [])
 
     def _from(self, node: ast.ImportFrom) -> Iterator[tuple[Path, str]]:
-        """Yield the origins of `from module import names`; each name may be a module."""
         module = "." * node.level + (node.module or "")
         if node.level:
-            package = next((getattr(m, "__package__", "") for m in _loaded(self.path)), "")
-            if not package:
+            here = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(self.path))
+            if not (package := next((getattr(m, "__package__", "") for m in here), "")):
                 return
             module = importlib.util.resolve_name(module, package)
         for imported in node.names:
@@ -226,10 +199,6 @@ def _module(name: str) -> list[Path]:
     if not file or not file.endswith(".py"):
         return []
     return [Path(file).resolve()] if is_users(file) else []
-
-
-def _loaded(path: Path) -> list[object]:
-    return [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path)]
 
 
 def _symbols(code: ast.AST) -> tuple[set[str], set[str]]:

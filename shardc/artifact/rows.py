@@ -25,7 +25,6 @@ from torch import Tensor, fx
 
 from shardc.artifact.folder_files import dtype
 from shardc.ir.mesh import Mesh
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
@@ -63,17 +62,9 @@ def _name(text: str) -> str:
     return text
 
 
-def _place(text: str) -> str:
-    if text not in ("none", "cpu") and "/" not in text and not text.startswith((".", "~")):
-        raise ValueError(f"{text[:40]!r} is neither none, cpu nor a folder")
-    return text
-
-
 Number = Annotated[int, Field(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
 Name = Annotated[str, AfterValidator(_name)]
-_Place = Annotated[str, AfterValidator(_place)]
-_Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: Bounds of fields whose type allows more.
 BOUNDS: dict[tuple[type, str], Any] = {
     (Param, "name"): Name,
@@ -81,14 +72,10 @@ BOUNDS: dict[tuple[type, str], Any] = {
     (Input, "name"): Name,
     (Stage, "name"): Name,
     (Program, "microbatches"): Annotated[int, Field(ge=1, lt=1 << 31)],
-    (Program, "loss_scale"): Union[_Amount, Literal["dynamic"], None],  # noqa: UP007 (a value)
     (Param, "order"): Annotated[int, Field(ge=-1, lt=1 << 62)],
     (Param, "bucket"): Annotated[int, Field(ge=-1, lt=1 << 31)],
     (Bucket, "zero"): Annotated[int, Field(ge=0, le=3)],
     (Rounded, "format"): Literal["e4m3", "e5m2"],
-    (OffloadPlaces, "optimizer"): _Place,
-    (OffloadPlaces, "parameters"): _Place,
-    (OffloadPlaces, "page_mb"): _Amount,
     (Shard, "split"): Positive,
     (Shard, "blocks"): Positive,
 }

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardc.artifact.folder_files import AGAIN
 from shardc.artifact.rows import Form, Positive
@@ -39,9 +39,12 @@ def _mesh(axes: dict[str, int]) -> Mesh:
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Example(Form):
-    batch: Positive | None = None
-    seq: Positive | None = None
+class Sources(Form):
+    """What shardc.artifact.model_source records: digests by file and name. python: its version."""
+
+    main: str
+    python: Annotated[list[int], Field(min_length=2, max_length=2)]
+    files: dict[str, dict[str, str]]
 
 
 class Facts(BaseModel):
@@ -55,17 +58,8 @@ class Facts(BaseModel):
     pass_seconds: dict[str, Seconds] = {}
     shard: list[str] = []
     model_ref: str = ""
-    example: Example = Example()
-    source: dict[str, dict[str, str]] = {}
-    source_main: str = ""
-    python: Annotated[list[int], Field(min_length=2, max_length=2)] = [0, 0]
-
-    @model_validator(mode="after")
-    def _of_source(self) -> Facts:
-        present = {"source", "source_main", "python"} & self.model_fields_set
-        if len(present) not in (0, 3):
-            raise ValueError(f"of source, source_main and python there is only {', '.join(sorted(present))}")
-        return self
+    example: dict[Literal["batch", "seq"], Positive | None] = {}
+    source: Sources | None = None
 
 
 class Manifest(Form):
@@ -78,12 +72,12 @@ class Manifest(Form):
     mesh: Annotated[
         dict[Annotated[str, AfterValidator(_axis)], Positive], Field(max_length=1000), AfterValidator(_mesh)
     ]
-    meta: dict[str, Any]
+    meta: Facts
     record: dict[str, Any] | None  # shardc.ir.forward_record reads what anybody may have written
 
 
-def of_form(kind: Any, values: Any, where: str, at: str = "", context: Any = None) -> Any:
-    """Return the values in their form. where: their file; at: the entry in it that they are.
+def of_form(kind: Any, values: Any, where: str, context: Any = None) -> Any:
+    """Return the values in their form. where: their file.
 
     Raises ShardcError with all entries that have another form.
     """
@@ -95,7 +89,7 @@ def of_form(kind: Any, values: Any, where: str, at: str = "", context: Any = Non
             place = "".join(f"[{x}]" if isinstance(x, int) else f".{_short(x)}" for x in wrong["loc"])
             value = _short(repr(wrong["input"])) if wrong["type"] != "missing" else "nothing"
             fault = wrong["msg"].removeprefix("Value error, ")
-            errors.add(f"{(at + place).lstrip('.') or 'it'}: {fault}; it is {value}", where=where, fix=AGAIN)
+            errors.add(f"{place.lstrip('.') or 'it'}: {fault}; it is {value}", where=where, fix=AGAIN)
         errors.raise_any()
         raise
 
@@ -107,14 +101,15 @@ def _short(text: str) -> str:
 def check(program: Program, where: str) -> None:
     """Raise ShardcError with every entry of layouts.json that contradicts another. where: the file."""
     errors = Errors()
-    for at, fault in _wrong(program):
+    for at, fault in contradictions(program):
         errors.add(f"{at}: {fault}", where=where, fix=AGAIN)
     errors.raise_any()
 
 
-def _wrong(program: Program) -> Iterator[tuple[str, str]]:
-    """Yield the entries that contradict others, and why."""
-    mesh, buckets, params = program.mesh, program.buckets, {p.name: p for p in program.params}
+def contradictions(program: Program) -> Iterator[tuple[str, str]]:
+    """Yield the entries of a program that contradict others, and why."""
+    mesh, buckets, params = program.mesh, program.buckets, program.params_by_name
+    bucket_of = {name: i for i, b in enumerate(buckets) for name in b.params}
     updated, outputs = {b.name for b in program.buffers if b.updated}, {o.name for o in program.outputs}
 
     def axes(at: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -145,8 +140,9 @@ def _wrong(program: Program) -> Iterator[tuple[str, str]]:
         yield from axes(f"params[{i}].reduce", p.reduce)
         if p.bucket >= len(buckets):
             yield f"params[{i}].bucket", f"there are {len(buckets)} buckets, and it is {p.bucket}"
-        elif p.bucket >= 0 and p.name not in buckets[p.bucket].params:
-            yield f"params[{i}].bucket", f"bucket {p.bucket} does not list {p.name}"
+        elif p.bucket != bucket_of.get(p.name, -1):
+            fault = f"it is {p.bucket}, and the bucket that lists {p.name} is {bucket_of.get(p.name, 'none')}"
+            yield f"params[{i}].bucket", fault
     for i, buffer in enumerate(program.buffers):
         yield from stages(f"buffers[{i}]", buffer.stages)
     for i, b in enumerate(buckets):

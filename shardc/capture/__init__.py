@@ -37,6 +37,7 @@ from shardc.capture.loss import Forward, Loss, check_loss, values_of_batch
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.rows import DrawnError, add_reason
 from shardc.capture.rewrite import flex_attention
+from shardc.collector import uncollected
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.graph import placeholders, source_of
@@ -47,6 +48,7 @@ from shardc.runtime.checks.user_changes import EVAL_MODE, Attributes
 from shardc.torch_private import quick_walks
 
 
+@uncollected()
 @quick_walks()
 @refusals.torch_errors()
 def capture(

@@ -39,13 +39,12 @@ def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) 
 
 
 def _row(g: Generation) -> dict[str, Any]:
-    from shardc.runtime.state.checkpoint_folder import check_file, read_index
+    from shardc.runtime.state.checkpoint_folder import check_files, read_index
 
     row: dict[str, Any] = {"name": g.path.name, "path": str(g.path), "step": g.step, "replaced": g.replaced}
     try:
         index = read_index(g.path)
-        for number in range(len(index.files)):
-            check_file(g.path, index, number)
+        check_files(g.path, index)
     except ShardcError as e:
         return {**row, "problem": str(e)}
     mesh = " x ".join(f"{a}={n}" for a, n in index.mesh.items())

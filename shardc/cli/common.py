@@ -5,11 +5,9 @@ No command imports torch when its module is loaded, so that `shardc --help` is q
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
 import time
@@ -26,15 +24,13 @@ import typer
 from rich.console import Console
 
 from shardc.cli.options import Named
+from shardc.collector import collect_seldom
 from shardc.errors import ERROR, ShardcError
 
 if TYPE_CHECKING:
     from shardc.api import Program
 
-# Objects that a command imports and compiles live until it ends. Scanning them repeatedly would cost Python's collector
-# a tenth of the time of a short command. A rank that trains restores the default thresholds (ranks/job.py).
-COLLECT_EVERY = gc.get_threshold()
-gc.set_threshold(100_000, 50, 100)
+collect_seldom()  # a rank that trains restores the default (ranks/job.py)
 
 #: Errors, progress and notes go to stderr: stdout is for results.
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -94,32 +90,25 @@ def _end(error: ShardcError, show: Show) -> NoReturn:
 def once(text: str, report: Callable[[], None]) -> None:
     """Call `report`, which prints an error, unless another rank of torchrun or Slurm has printed the same text.
 
-    A rank that cannot reach the others prints it, too. The one that holds their store waits for them.
+    A rank that is not connected to the others prints it, too. The one that holds their store waits for them.
     """
-    store, rank, first, world = None, 0, True, int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        from shardc.runtime.mesh.failed_rank import within
-        from shardc.runtime.mesh.presence import world_store
+    store: Any = None
+    rank, world, first = 0, 1, True
+    if "RANK" in os.environ:  # else nothing need be imported
+        from shardc.runtime.mesh.presence import joined
+        from shardc.runtime.mesh.watch import within
 
-        with suppress(RuntimeError, OSError):  # from the store: it went with the process that held it
-            if os.environ["RANK"] == "0" or within(LATE, _store_is_there):
-                store, rank, _ = world_store(timedelta(seconds=LATE))
-                first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
+        store, rank, world = joined()
+    with suppress(RuntimeError):  # the store went with the process that held it
+        if store is not None:
+            store.set_timeout(timedelta(seconds=LATE))
+            first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
     if first:
         report()
-    if store is not None:
-        with suppress(RuntimeError):  # the store went with the process that held it
-            ended = store.add("ended", 1)
-            if rank == 0 and ended < world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                within(LATE, lambda: store.add("ended", 0) >= world)
-
-
-def _store_is_there() -> bool:
-    """Return whether the store of the ranks can be reached. Where it cannot, torch writes 30 lines of frames."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with suppress(OSError), socket.create_connection(place, timeout=1):
-        return True
-    return False
+    with suppress(RuntimeError):
+        ended = store.add("ended", 1) if store is not None else world
+        if rank == 0 and ended < world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            within(LATE, lambda: store.add("ended", 0) >= world)
 
 
 def print_error(text: str) -> None:
@@ -281,9 +270,9 @@ def _check_source(folder: str, program: Program, model: str | None, *, refuse: b
     from shardc.artifact import model_source
     from shardc.cli import model_file
 
-    fault, sure = model_source.stale(program.meta, model_file.source_of(model) if model else None)
-    if fault and sure and refuse:
-        file = Path(model_file.source_of(model) if model else program.meta["source_main"])
+    fault = model_source.stale(program.meta, model_file.source_of(model) if model else None)
+    if fault and refuse:
+        file = Path(model_file.source_of(model) if model else program.meta["source"]["main"])
         again = f"shardc compile {file.name} SPEC -o {folder}"
         fix = f"compile it again ({again}), or, to train it as it is, add --as-compiled"
         raise ShardcError(fault, where=folder, fix=fix)
@@ -297,13 +286,13 @@ def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
     Then the Python file that registers the op is imported, and a note on stderr says so.
     """
     from shardc.api import load
-    from shardc.artifact import parser, read_facts
+    from shardc.artifact import parser
     from shardc.cli import model_file
 
     try:
         return load(folder, trust=trust, as_compiled=True)
     except parser.MissingOpError as e:
-        file = model_file.path_of(model or model_of(read_facts(folder, trust=trust)))
+        file = model_file.path_of(model or model_of(e.meta))
         if not file or not Path(file).is_file():
             lost = f"; the file that the program was compiled from, {file}, does not exist" if file else ""
             raise ShardcError(f"{e.what}{lost}", where=e.where, fix=e.fix) from None
@@ -322,16 +311,6 @@ def model_of(facts: Mapping[str, Any]) -> str:
     ref = str(facts.get("model_ref") or "")
     file = model_file.path_of(ref) or ref.rpartition(":")[2]
     return ref if os.path.isabs(file) else ""
-
-
-def print_model_file(folder: str, ref: str, writes: Mapping[str, str]) -> None:
-    """Print which model file a compiled folder imports, and where its spec writes. writes: {what: folder}."""
-    from shardc.cli import model_file
-
-    if file := model_file.path_of(ref):
-        console.print(f"importing {file}, which {folder} names; --model FILE imports another", markup=False)
-    for fault, place in writes.items():
-        console.print(f"{fault}: {place}, as the spec in {folder} says", markup=False)
 
 
 def _mesh_sizes(options: list[str]) -> dict[str, int]:

@@ -36,7 +36,7 @@ def command(
 
         run = run_log.read(compare) if compare is not None else None
         program = common.program_of(named, as_compiled=True)
-        if device is None and run is not None and (program.spec is None or program.spec.device is None):
+        if device is None and run is not None and program.spec.device is None:
             device = run.timed[0].kind
         cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(named.model))
         if run is not None:
@@ -59,6 +59,5 @@ def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
 
     ref, sizes = str(program.meta["model_ref"]), common.example_sizes(program)
     optimizer = None if compiled else model_file.load(ref, **sizes).optimizer
-    clip = program.spec.run.clip if program.spec is not None else None
-    norm = not program.forward_only
+    clip, norm = program.spec.run.clip, not program.forward_only
     return cost(program, on, optimizer or adamw, on=lambda rank, done, total: None, clip_norm=clip, norm=norm)

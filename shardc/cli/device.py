@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from shardc.cli.common import check_outputs, console, progress, reporting
 from shardc.cli.options import DebugOption, JsonOption, option
 from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.cost import Device
 
 
 def command(
@@ -30,7 +33,6 @@ def command(
 ) -> None:
     """List devices that programs are priced for; show one with its sources; measure this machine."""
     from shardc.cost import device, known_devices
-    from shardc.report.device_table import device_table
 
     with reporting(debug, as_json) as show:
         name: str | Path | None = which
@@ -45,7 +47,24 @@ def command(
             shown = device(name)
             show(shown.to_yaml(), shown.model_dump())
         else:
-            show(device_table(known_devices()), [d.model_dump() for d in known_devices()])
+            show(_table(known_devices()), [d.model_dump() for d in known_devices()])
+
+
+def _table(devices: Iterable[Device]) -> str:
+    """Return a line for each device."""
+    from shardc.cost.measured.device_file import MEASURED
+    from shardc.ir.units import si, size
+    from shardc.report.aligned import aligned
+
+    rows = [["device", "memory", "bf16", "memory rate", "link in node", "link between", "node", "source"]]
+    for d in devices:
+        flops = d.flops.get("bfloat16", min(d.flops.values()))
+        rates = (f"{size(n)}/s" for n in (d.bandwidth, d.within.bandwidth, d.between.bandwidth))
+        rows.append([d.name, size(d.memory), si(flops, "FLOP/s"), *rates, str(d.node), d.source.partition(". ")[0]])
+    lines = aligned(rows, "<>>>>>><")
+    if missing := [name for name in MEASURED if name not in {row[0] for row in rows}]:
+        lines.append(f"{' and '.join(missing)}: not measured on this machine yet (shardc device --measure)")
+    return "\n".join(lines)
 
 
 def _measure(which: str | None, output: Path | None, processes: int | None, on: Callable[[str], None]) -> Path:

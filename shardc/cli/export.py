@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -38,18 +37,18 @@ def command(
         from shardc.cli import model_file
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
+        from shardc.runtime.state.boxes import cuts
         from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
+        from shardc.runtime.state.fitting import check_tensors
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
-        from shardc.runtime.state.sliced_tensors import whole
-        from shardc.runtime.state.sources import check_tensors
         from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
-        from shardc.runtime.state.weight_files import contains_checkpoint, open_weights
+        from shardc.runtime.state.weight_files import checkpoint_in, open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
         if not overwrite and (foreign := foreign_weights(out)) is not None:
             raise refused(foreign, "add --overwrite")
-        if not contains_checkpoint(checkpoint):
+        if checkpoint_in(checkpoint) is None:
             fix = "name a folder that `shardc run --save` wrote"
             raise ShardcError(f"there is no checkpoint in {checkpoint}", where=str(checkpoint), fix=fix)
         file = model_file.load(model)
@@ -71,21 +70,18 @@ def command(
             tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in added}
         layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, program, merge=merge)
 
-        def held(name: str) -> Iterator[tuple[Any, torch.Tensor]]:
-            """Yield a tensor in boxes of whole rows, of at most 64 MiB each (or one row)."""
+        def held(name: str) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+            """Yield a tensor in boxes of whole rows, of at most 64 MiB each."""
             shape, of_dtype = tensors[name]
-            rows = max(1, (64 << 20) // max(1, math.prod(shape[1:]) * of_dtype.itemsize))
-            for start in range(0, shape[0], rows) if shape else (0,):
-                box = [(start, min(rows, n - start)) if d == 0 else (0, n) for d, n in enumerate(shape)]
-                yield box, stored[name].read(box)
+            for box in cuts(shape, of_dtype.itemsize, 64 << 20):
+                yield *box, stored[name].read(*box)
 
         def gathered(name: str) -> torch.Tensor:
-            return stored[name].read(whole(tensors[name][0]))
+            return stored[name].tensor()
 
         def run(mesh: Any) -> None:
             for layout in layouts:
-                single = out if out.suffix == ".safetensors" else None
-                write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES, single)
+                write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES)
 
         loopback(Mesh.of({"dp": 1}), run)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")

@@ -44,7 +44,9 @@ def command(
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         options |= {"top_k": top_k, "top_p": top_p, "stop": words.stop(stop)}
         # it checks them, before any process is started
-        needed("generation", "runtime", "Options")(max_new_tokens, temperature, top_k, top_p, None, seed)
+        needed("generation", "runtime", "Options")(
+            tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
         all_ranks.program()
         job = all_ranks.job(Run(seed=seed), prompts=prompts, generate=options)
         if (output := all_ranks.start(job)) is not None:

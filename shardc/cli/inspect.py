@@ -6,7 +6,6 @@ import functools
 import json
 import pickle
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +14,7 @@ from shardc.cli.options import FullOption, Named, names_program, option
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
-    from shardc.api import Program
     from shardc.cost import Cost
-    from shardc.report.coverage import Coverage
 
 #: The spec of `--before` when the user names none.
 ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
@@ -64,8 +61,7 @@ def command(
         if device is not None:
             known_device(device)
         if coverage:
-            covered = _coverage(named.model, named.batch, named.seq)
-            show(str(covered), covered.to_json())
+            _coverage(named, show)
             return
         from shardc.artifact import emit
         from shardc.artifact.repeated_layers import Fold
@@ -74,6 +70,7 @@ def command(
         from shardc.report import kept_activations, text
         from shardc.report import scores as of_scores
         from shardc.report.memory_snapshot import snapshot
+        from shardc.report.page import html as of_page
         from shardc.report.trace import trace as of_step
 
         one_device = before and named.spec is None and not common.is_artifact(named.model)
@@ -82,9 +79,18 @@ def command(
         if stage is not None and not 0 <= stage < len(program.stages):
             last = len(program.stages) - 1
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
-        cost = functools.cache(lambda: _cost(program, device, quiet=as_json))
-        if html:
-            _page(program, html, cost, full=full)
+
+        @functools.cache
+        def cost() -> Cost:
+            with common.progress("running a step without data", quiet=as_json) as on:
+                of_rank = "running a step of {} without data".format
+                return program.cost(device, on=lambda rank, done, total: on(of_rank(rank), done, total))
+
+        if html:  # a program that is not compiled has no step to price and nothing to prove
+            priced = cost() if program.stages else None
+            with common.console.status("proving"):
+                proof = program.prove() if program.stages else None
+            html.write_text(of_page(program, priced, proof, full=full), encoding="utf-8")
         if trace:
             trace.write_text(json.dumps(of_step(cost())), encoding="utf-8")
         if memory_snapshot:
@@ -119,34 +125,18 @@ def command(
             show(program.text(full=full))
 
 
-def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
-    """Find the ops of a model file that have no rule."""
-    if common.is_artifact(source):
+def _coverage(named: Named, show: common.Show) -> None:
+    """Show the ops of a model file that have no rule."""
+    if common.is_artifact(named.model):
         fix = "name a model file: shardc inspect model.py --coverage"
-        raise ShardcError("every op of a compiled DIR has a rule", where=source, fix=fix)
+        raise ShardcError("every op of a compiled DIR has a rule", where=named.model, fix=fix)
     from shardc.cli import model_file
     from shardc.report.coverage import coverage
 
-    file = model_file.load(source, batch=batch, seq=seq)
+    file = model_file.load(named.model, batch=named.batch, seq=named.seq)
     with common.console.status("capturing"):
-        return coverage(file.on_meta(), file.batch, loss=file.loss)
-
-
-def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
-    with common.progress("running a step without data", quiet=quiet) as report:
-        return program.cost(
-            device, on=lambda rank, done, total: report(f"running a step of {rank} without data", done, total)
-        )
-
-
-def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool) -> None:
-    """Write the HTML page. A program that is not compiled has no step to price and nothing to prove."""
-    from shardc.report.page import html
-
-    priced = cost() if program.stages else None
-    with common.console.status("proving"):
-        proof = program.prove() if program.stages else None
-    file.write_text(html(program, priced, proof, full=full), encoding="utf-8")
+        covered = coverage(file.on_meta(), file.batch, loss=file.loss)
+    show(str(covered), covered.to_json())
 
 
 def _schedule(cost: Cost, show: common.Show) -> None:

@@ -131,7 +131,7 @@ def _prices(said: list[str]) -> dict[str, float]:
 
 def _print(plan: Plan, *, given: bool) -> None:
     """Print the table of candidates, or the parts of the one given, and the answers, on stdout."""
-    from shardc.ir.units import size
+    from shardc.plan.table import answer as in_words
     from shardc.plan.table import breakdown, heading, helpful, of_clusters, table, waterfall
 
     out = Console(highlight=False)
@@ -147,17 +147,4 @@ def _print(plan: Plan, *, given: bool) -> None:
     if plan.what_if:
         out.print(helpful(plan))
     for name, answer in plan.answers.items():
-        if name == "duration":
-            hours, device_hours = answer["value"], answer["device_hours"]
-            out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {device_hours:,.0f} device-hours")
-        elif name == "clusters":
-            out.print(of_clusters(answer))
-        elif answer["value"] is None:
-            out.print(f"{name}: none")
-        elif not answer["value"]:
-            out.print(f"{name}: nothing fits")
-        else:
-            line = f"{name}: {answer['value']} {answer['what']}, with {size(answer['needs_bytes'])}"
-            if answer.get("next_needs_bytes"):
-                line += f"; {answer['next']} would need {size(answer['next_needs_bytes'])}"
-            out.print(line)
+        out.print(of_clusters(answer) if name == "clusters" else ": ".join(in_words(name, answer)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import sys
@@ -45,7 +44,6 @@ def command(
     **settings: Any,
 ) -> None:
     """Train: start one process for each rank on this machine, or join the world of torchrun or Slurm."""
-    from shardc.spec import Run
 
     resume = resume.expanduser() if resume else None
     options = given(settings)
@@ -55,7 +53,7 @@ def command(
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(options)
         program = all_ranks.program(as_compiled=as_compiled)
-        run = _settings(program.spec.run if program.spec is not None else Run(), **options)
+        run = _settings(program.spec.run, **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and not run.auto_resume:
             _check_resumed(resume, "--new-schedule", "has the model file's schedule")
@@ -70,7 +68,7 @@ def command(
         _check(program, named.model, resume)
         _check_folders(save, log, resume, overwrite=overwrite)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
-        writes |= {f"offload: {n}": x for n, x in program.offload.used.items() if x != "cpu"}
+        writes |= {f"offload: {n}": x for n, x in program.spec.data.offload.used.items() if x != "cpu"}
         job = all_ranks.job(
             run,
             writes,
@@ -87,7 +85,8 @@ def command(
             where = f"the checkpoint in {again}" if again else "the beginning"
             print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
             load = job.load | {"new_data": new_data and not own}  # its own has the data position
-            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again, load=load)
+            more = {"resume": str(again or ""), "overwrite": overwrite and not again, "load": load}
+            job = job.model_copy(update=more)
             summary = all_ranks.start(job)
         if summary is None and all_ranks.status == 0 and not all_ranks.joined:
             fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"

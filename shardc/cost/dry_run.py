@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.collector import uncollected
 from shardc.cost import host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.graph_lines import GraphLines
@@ -26,7 +27,6 @@ from shardc.cost.recorded import DryRun
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.machine.work import Part, Sent, Waited
-from shardc.passes.runner import uncollected
 from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action, computed
@@ -129,7 +129,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
 
     def make_optimizer(params: NamedParameters) -> Any:
         optimizer = make(params)
-        if not program.offload.used:
+        if not program.spec.data.offload.used:
             prefer_fused(as_one(optimizer))
         for group in as_one(optimizer).param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from shardc.cost.ledger import FakeLedger
-from shardc.ir.metadata import CommRecord
-from shardc.ir.offload import HOST_LINK, OffloadPlaces
+from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.machine.work import Sent, Waited
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Memory, Place, Slot
 from shardc.runtime.stage.activation_offload import OffloadedTensors
+from shardc.spec.data_section import Data
 
 #: Calls the function that makes a tensor in the machine's memory, or in a file.
 Host = Callable[[Callable[[], Tensor]], Tensor]
 
 
-def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], Offload]:
+def offload(host: Host, *, cpu: bool = False) -> Callable[[Data, Any], Offload]:
     """Return a function that makes an engine's `data.offload`. cpu: tensors for the CPU stay in place."""
-    return lambda places, mesh: _Offload(places, mesh, host, cpu)
+    return lambda section, mesh: _Offload(section, mesh, host, cpu)
 
 
 def offloaded_tensors(host: Host, ledger: FakeLedger | None = None) -> type[OffloadedTensors]:
@@ -68,9 +68,9 @@ def offloaded_tensors(host: Host, ledger: FakeLedger | None = None) -> type[Offl
 
 
 class _Offload(Offload):
-    def __init__(self, places: OffloadPlaces, mesh: Any, host: Host, cpu: bool) -> None:
+    def __init__(self, section: Data, mesh: Any, host: Host, cpu: bool) -> None:
         self._host, self._cpu = host, cpu
-        super().__init__(places, mesh)
+        super().__init__(section, mesh)
         self._mover = _Mover(self.device, in_place=cpu)
 
     def _place(self, name: str, mesh: Any, where: str) -> Place:

@@ -21,7 +21,7 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
-from shardc.machine.clock import Clock, Flight
+from shardc.machine.clock import Clock
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
 from shardc.runtime import schedule as schedules
@@ -107,10 +107,6 @@ class Cost:
     def exposed(self) -> Mapping[str, float]:
         """{axes: seconds of waiting for collectives over them}, of the rank that waits longest."""
         return max(self.ranks, key=lambda r: r.waited).exposed
-
-    def spans(self) -> list[list[Flight]]:
-        """Return when each collective runs, behind what, and how long it is waited for; per rank of `ranks`."""
-        return [streams.spans for streams in self.streams]
 
     @cached_property
     def streams(self) -> list[Streams]:
@@ -256,7 +252,7 @@ def premises(program: Program, optimizer: str, *, clip_norm: float | None = None
     """
     numbers = Counter(p.dtype for p in program.params)
     stored = str(max(numbers, key=numbers.__getitem__, default="")).removeprefix("torch.")
-    computed = (program.spec.precision.compute if program.spec is not None else None) or stored
+    computed = program.spec.precision.compute or stored
     words = [f"in {computed}"] if computed else []
     if computed != stored:
         words.append(f"weights in {stored}")

@@ -2,17 +2,19 @@
 
 adapters        low-rank matrices beside frozen weights (LoRA)      generation   tokens after prompts
 matrices        optimizers over whole matrices, each with an owner  reshard      from one plan to another, in memory
-fp8             products of numbers of 8 bits
+fp8             products of numbers of 8 bits                       sequence     long sequences, split over ranks
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 
 section     Sections: the sections of a spec that it adds (`Spec.sections`) or extends, as pydantic fields
             spans_layers: whether a spec has decisions that need all layers
+            token_axes: the axes that split each row of inputs; check: of the spec, beyond its grammar
 program     STORED: the type of what the feature puts into `Program.features`; faults: of these, in a compiled folder
             added: the program after a pass has added parameters; axes: over which an optimizer communicates
 ops         OPS: ops of programs, by name; PRODUCTS, JOINED, PACKED: which of them are of a kind that core knows
 rules       the rules of its ops: an import registers them
 passes      PASSES: the stage that each pass of the feature follows, and its own stage; DERIVATIVES; how_rounded
+            improve_placement: called after placement on an axis of tokens
 proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
             StandIns: the parameters that optimizers get (shardc.runtime.state.owners); assumed_optimizer: for costs;

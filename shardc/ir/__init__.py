@@ -2,7 +2,7 @@
 
 program         Program: holds all of the following; it can be printed, saved and loaded
 stage           the graphs that ranks run, pairs of them, and what stages send; metadata: keys of node.meta, collectives
-stored          parameters, buffers, inputs, and buckets of parameters; offload: state kept off the device
+stored          parameters, buffers, inputs, and buckets of parameters
 mesh            names and sizes of axes, ranks and coordinates
 placement       how a value is placed on a mesh; conversions: the table of all changes from one placement to another
 shard_chunks    cuts a tensor by a shard, and joins the parts again

@@ -13,6 +13,11 @@ MICROBATCH = "microbatch"
 MAX_RANKS = 1 << 20
 
 
+def is_data_axis(name: str) -> bool:
+    """Return whether an axis splits the batch unless the spec says otherwise: dp and dp_*."""
+    return name == "dp" or name.startswith("dp_")
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A mesh of ranks. axes: (name, size) pairs, outermost first: the last axis holds neighbouring ranks.

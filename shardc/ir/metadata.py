@@ -24,6 +24,7 @@ Keys of `node.meta` that several passes share
     in the graphs of stages' backward
         "of"          name of the op of forward that a line belongs to; "repeats": whether the line recomputes it
     in both graphs of stages, as they are compiled
+        "copy"        HostCopy, on lines that start one
         "like"        the same object on lines that are equal except for names (shardc.passes.joint)
 """
 
@@ -84,6 +85,21 @@ class Collective:
     def forward_bytes(self) -> int:
         """Bytes of the forward direction."""
         return self.packed or self.bytes
+
+
+#: Used instead of axes for copies between device and host, which share one stream. No mesh axis has this name.
+HOST_LINK = ("host link",)
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A stage's line that starts a copy between device and host memory (`checkpoint: {offload: cpu}`).
+
+    bytes: of one rank. cause: the spec line.
+    """
+
+    bytes: int
+    cause: str = ""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import MEAN_SCORE, SCORE, SCORED, Output
 from shardc.ir.placement import Layout
 from shardc.ir.stage import Edge, Pair, Region, Stage
@@ -84,7 +83,7 @@ class Program:
     prologue: Stage | None = None
     outputs: tuple[Output, ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)
-    spec: Spec | None = None
+    spec: Spec = None  # type: ignore[assignment]  # a captured program has none
     notes: tuple[str, ...] = ()  # what a user should know: gathers that no annotation implies, replicated ops, ...
     #: JSON-able facts for people and reports: model name, versions, seconds. No code depends on them.
     meta: dict[str, Any] = field(default_factory=dict)
@@ -93,9 +92,6 @@ class Program:
     pairs: tuple[Pair, ...] = ()
     regions: tuple[Region, ...] = ()  # outer ones before inner ones
     shared_modules: tuple[tuple[str, ...], ...] = ()  # names of one module object: a node's Source has only one
-    #: The engine multiplies the loss by this before backward: a number, or "dynamic".
-    loss_scale: float | str | None = None
-    offload: OffloadPlaces = OffloadPlaces()
     #: Numbers and texts of the batch that are not tensors and became constants of the graph: (path, value).
     baked: tuple[tuple[tuple[str | int, ...], bool | AnyInt | float | str], ...] = ()
     #: Whether the graph with dropout and BatchNorm switched computes the same as the model in eval mode. "untried":
@@ -165,8 +161,10 @@ class Program:
 
     def param(self, name: str) -> Param:
         """Return a parameter by placeholder name or by any of its FQNs. Raises UnknownParameterError."""
+        if name in self.params_by_name:
+            return self.params_by_name[name]
         for p in self.params:
-            if name in (p.name, p.fqn, *p.names):
+            if name == p.fqn or name in p.names:
                 return p
         raise UnknownParameterError.of(name, (n for p in self.params for n in p.names), f"program.param({name!r})")
 

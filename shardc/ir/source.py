@@ -190,13 +190,13 @@ def _loops(filename: str, line: int) -> str:
 
 def of_call() -> Source:
     """Return the innermost line of the model's code in the current call stack."""
-    frame = _users_frame()
+    frame = models_frame(sys._getframe(1))
     return Source() if frame is None else of_frame(frame, frame.f_lineno)
 
 
 def trace_of_call() -> str | None:
     """Return the line of `of_call` in the format of Python's tracebacks, which `of_node` can read."""
-    if (frame := _users_frame()) is None:
+    if (frame := models_frame(sys._getframe(1))) is None:
         return None
     name = frame.f_code.co_filename
     return (
@@ -205,10 +205,10 @@ def trace_of_call() -> str | None:
     )
 
 
-def _users_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
+def models_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the model's code, from `frame` outwards; beyond shardc's commands are typer's."""
     while frame is not None and not _calls(frame.f_code.co_filename, frame.f_code.co_name):
-        frame = frame.f_back
+        frame = frame.f_back if not frame.f_globals.get("__name__", "").startswith("shardc.cli.") else None
     return frame
 
 

@@ -233,7 +233,6 @@ class Bucket:
     et al. 2020, "ZeRO"); 0 = nothing.
     compute: dtype in which the whole parameters are held or gathered, if all ops use another one than the stored one;
     None = the stored one.
-    prefetch: at zero 3, how many buckets backward gathers ahead of their use. (Forward's gathers are in the graph.)
     keep: at zero 3, gathered parameters are kept, and gradients are not summed, until the last backward of a step.
     rounded: at zero 3, of each parameter, if all ops use only its `fp8_round`: it is rounded before the gather, which
     sends 8 bits. () = gathered as `compute` says.
@@ -247,7 +246,6 @@ class Bucket:
     shard: str = ""
     zero: int = 0
     compute: torch.dtype | None = None
-    prefetch: int = 1
     stages: tuple[int, ...] = (0,)
     late: bool = False
     keep: bool = False

@@ -43,7 +43,7 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
     """
     dims = []
     for d, size in enumerate(shape):
-        # an axis with sections first, then by digit: the printed sizes already show the first axis's split
+        # axes with sections come first, then outer ones: the printed sizes already show the first axis's split
         axes = sorted(layout.shards(d), key=lambda item: (not item[1].sections, item[1].split))
         text = str(size)
         for i, (name, s) in enumerate(axes):

@@ -4,6 +4,6 @@ work          the work of a rank as plain values: ops, collectives that start an
 flops         counts an op's floating-point operations and memory traffic
 device        the rates of a device, and the seconds of an op on it; devices/: descriptions of devices
 collectives   the seconds of one collective
-clock         the streams of one rank: compute, one per group of ranks, which share links, one for copies to the host
+clock         the streams of one rank: compute, one for each group of ranks (groups share links), one for host copies
 assumed       the device that passes assume
 """

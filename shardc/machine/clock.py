@@ -14,8 +14,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import CommRecord
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.machine.collectives import collective_seconds, reach
 from shardc.machine.device import Device
 from shardc.machine.work import Op, Part, Sent

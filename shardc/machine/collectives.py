@@ -5,11 +5,11 @@
                                   the links of a node's ranks to other nodes add up. Or doubling (halving):
                                   log2 n messages, each twice as large; bytes from other nodes come over a
                                   rank's own link
-    all_reduce                    a tree: the latency of doubling at the rate of rings, there and back; or, where a
+    all_reduce                    a tree, up and down: log2 n messages each way, at the rate of rings; or, where a
                                   node's switches add (`Link.adds`), one pass over them: a rank sends and receives
                                   (n + 1) / n of the tensor
     all_to_all                    each rank sends a part of its tensor to every other: inside its node over the inner
-                                  link, to other nodes over its own link to them, both at once
+                                  link, to other nodes over its own link to them, both at once, in log2 n messages
     send_recv                     from one rank to another
 
 (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Sanders, Speck and
@@ -44,7 +44,7 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
         return last.start + _rounds(hops) + sent
     per_byte = 0.0  # seconds per byte of a ring
     for link, peers, near in hops:
-        # the other messages leave the node over its links to others, also those that leave a pod
+        # messages between nodes, also between pods, take the links between nodes; only the rest stays inside
         stays = peers / (near + peers) if link is device.within and link is not last else 1.0
         per_byte = max(per_byte, stays / (_rate(device, link, peers, kind) * near))
     around = nbytes * (n - 1) / n * per_byte
@@ -76,8 +76,8 @@ def reach(device: Device, ranks: tuple[int, ...]) -> int:
 def _hops(device: Device, ranks: tuple[int, ...]) -> list[tuple[Link, int, int]]:
     """Return (link, peers, near) for each kind of link that the ranks use, inner ones first.
 
-    peers: other ranks that one rank reaches over it. near: ranks whose links of that kind a ring's byte may take to
-    leave the domain that they share.
+    peers: other ranks that one rank reaches over it. near: ranks of the next smaller domain: a ring's byte may leave
+    it over the link of any of them.
     """
     hops = []
     near = 1  # ranks that share all smaller domains with a rank, itself included

@@ -38,8 +38,8 @@ class Link(_Section):
 
     reaches: the share of bandwidth that large collectives reach, if it is not the device's `reaches.link`. adds: the
     share that a sum in the link's switches reaches (NVLink SHARP); 0: they cannot sum. peer: bytes per second to any
-    one other device, if that is less (separate links to each device of a node). kinds: the share of all this that a
-    kind of collective ("all_gather", ...) reaches, if it is not 1: libraries run some of them as copies.
+    one other device, if that is less (separate links to each device of a node). kinds: a further
+    factor for a kind of collective ("all_gather", ...), if it is not 1: libraries run some of them as copies.
     """
 
     bandwidth: Positive

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardc.ir.metadata import CommRecord
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK, CommRecord
 
 if TYPE_CHECKING:
     import torch

@@ -28,6 +28,7 @@ from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.questions import best_cluster, check_prices
 from shardc.plan.result import Candidate, Plan
+from shardc.plan.runs import Runs
 from shardc.spec import Spec
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def plan(
     """
     started = time.perf_counter()
     subject = Subject(model, batch, loss)
+    runs = {cpu: Runs(subject, cpu) for cpu in (False, True)}  # of all devices
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     specs = [Spec.load(one, world=devices) for one in several if one is not None]
     _check_numbers(global_batch, largest, tokens)
@@ -87,7 +89,7 @@ def plan(
     def on_one(one: OneDevice) -> Plan:
         machine = chosen(one, specs[0] if specs else None)
         number = _number(devices, machine, specs)
-        planner = Planner(subject, machine, precision, headroom, name or type(model).__name__, on)
+        planner = Planner(runs[machine.kind == "cpu"], machine, precision, headroom, name or type(model).__name__, on)
         result = planner.given(specs, global_batch) if specs else planner.search(number, global_batch)
         if largest is not None:
             result = planner.largest(result, largest, given=bool(specs))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def html(plan: Plan) -> str:
     """Return the plan as one self-contained HTML page."""
-    return page.file("plan.html", f"Plan of {plan.target.model}", data(plan), page.PLAN)
+    return page.file("plan", f"Plan of {plan.target.model}", '<div id="plan"></div>\n', data(plan), page.PLAN)
 
 
 def data(plan: Plan) -> dict[str, Any]:
@@ -23,7 +23,6 @@ def data(plan: Plan) -> dict[str, Any]:
     a, first = plan.target, plan.candidates[0] if plan.candidates else None
     fits = first is not None and first.fits
     spent = f"{plan.considered} choices considered, {len(plan.candidates)} priced"
-    falls = first.waterfall.items() if first else ()
     return {
         "title": f"{a.model} on {a.devices} × {a.device.name}",
         "facts": [*str(table.heading(plan)).strip().splitlines(), spent],
@@ -33,15 +32,12 @@ def data(plan: Plan) -> dict[str, Any]:
         "limit": a.usable,
         "rate": a.rate,
         "kinds": [*KINDS, "gaps", "outside"],
-        "causes": list(table.CAUSES),
         "words": {name: table.cause(name) for name in table.CAUSES},
         "rows": [_row(c) for c in plan.candidates],
-        "waterfall": [
-            (table.WATERFALL.get(k, table.cause(k)), k if k in table.CAUSES else "compute", n) for k, n in falls
-        ],
+        "waterfall": table.falls(first) if first else [],
         "memory": f"{size(first.peak)} live at the peak; {table.needed(first)}" if first else "",
         "what_if": [dict(x) for x in plan.what_if],
-        "answers": [(name, _answer(name, answer)) for name, answer in plan.answers.items()],
+        "answers": [table.answer(name, x) for name, x in plan.answers.items()],
         "refused": list(plan.refused.items()),
     }
 
@@ -62,11 +58,3 @@ def _row(c: Candidate) -> dict[str, Any]:
         "shares": c.shares,
         "limited": table.limit(c),
     }
-
-
-def _answer(name: str, answer: Any) -> str:
-    value = answer.get("value")
-    text = f"{value:,.4g}" if isinstance(value, float) else str(value) if value else "none"
-    if name == "clusters":
-        text = ", then ".join(f"{x['devices']} × {x['device']}" for x in answer["clusters"])
-    return f"{text} {answer['what']}" if value else text

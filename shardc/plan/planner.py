@@ -12,7 +12,6 @@ from shardc.cost.step import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.machine.device import Device
-from shardc.plan.few_layers import Subject
 from shardc.plan.price import Priced, price
 from shardc.plan.questions import Largest, what_if
 from shardc.plan.result import Candidate, Plan, Target
@@ -35,7 +34,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 class Planner:
     """A planner for one model on one kind of device. See shardc.plan.plan."""
 
-    subject: Subject
+    runs: Runs
     device: Device
     precision: str
     headroom: float
@@ -50,10 +49,6 @@ class Planner:
         if not 0 <= self.headroom < 1:
             fix = "a number from 0 to 1, such as 0.05"
             raise ShardcError(f"headroom {self.headroom} is not a share", where="--headroom", fix=fix)
-
-    @cached_property
-    def runs(self) -> Runs:
-        return Runs(self.subject, self.device.kind == "cpu")
 
     @cached_property
     def facts(self) -> Facts:
@@ -192,7 +187,7 @@ class Planner:
                 choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=block.sequence_parallel, checkpoint=keep)
                 choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
                 found.append(Spec.load(spec(choice, self.facts)))
-        return sorted(found, key=lambda s: -s.sequence_ranks)
+        return sorted(found, key=lambda s: -s.token_ranks)
 
     def _longest(self, one: Spec, rows: int, above: int = 0) -> dict[str, Any]:
         """Find the longest rows that a spec can take; an answer that is not longer than `above` is 0."""
@@ -200,7 +195,7 @@ class Planner:
             fault = "the inputs have no sequence dim in common"
             raise ShardcError(fault, where="--largest sequence", fix="use --largest batch")
         start = 2 * above or self.facts.sequence
-        zigzag = 2 * one.sequence_ranks if one.sequence else 1
+        zigzag = 2 * one.token_ranks if one.token_axes else 1
         unit = math.lcm(128 if start >= 128 else 1, one.mesh.world // one.data_ranks, zigzag)
 
         def needs(n: int) -> float:

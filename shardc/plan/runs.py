@@ -122,7 +122,6 @@ class Runs:
         if key not in self._found:
             try:
                 program = self._compiled(spec, rows, units, sequence)
-                assert program.spec is not None
                 of = roles(program.spec)
                 ranks = [Rank(self._dry_run(program, c), program.mesh, of, _weights(program, c)) for c in at]
                 self._found[key] = ranks
@@ -172,7 +171,7 @@ def _weights(program: Program, coordinate: int) -> Weights:
     names, copies = {p.name for p in program.params}, (torch.ops.aten._to_copy.default, ops.cast_once)
     copied = [n for n in calls(program.stages[coordinate].graph) if n.target in copies]
     casts = [n for n in copied if operands_of(n)[0].name in names]
-    experts = program.spec.experts if program.spec is not None else ()
+    experts = program.spec.experts
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.digits(e.axis)}
     trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
     spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]

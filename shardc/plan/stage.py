@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.cost.recorded import KINDS, DryRun
-from shardc.ir.metadata import CommRecord
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.machine.clock import Clock
 from shardc.machine.work import Op, Part
 from shardc.runtime.schedule.actions import PAIRS
@@ -44,7 +43,7 @@ Stage = dict[Key, Vector]
 def roles(spec: Spec) -> dict[str, str]:
     """Return the role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
-    sequence = dict.fromkeys(spec.sequence.axis if spec.sequence else (), "cp")
+    sequence = dict.fromkeys(spec.token_axes, "cp")
     of = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), **sequence, stages: "pp"}
     return {a: of.get(a, "tp") for a in spec.mesh.names}
 

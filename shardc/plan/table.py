@@ -196,16 +196,13 @@ def heading(plan: Plan) -> Text:
 
 def keys(plan: Plan, *, plain: bool) -> Text:
     """Return the meaning of the bars' colours, notes, and the choices that were refused."""
-    text = Text("\nmemory ")
+    text = Text()
     used = {k for c in plan.candidates for k, n in parts(c).items() if n > 0.005 * c.needs}
-    for name, color in COLORS.items():
-        if name in used:
-            text.append(f"{LETTERS[name] if plain else '█'} ", style=color).append(f"{name}  ")
-    text.append("\ntime   ")
     spent = {k for c in plan.candidates for k, n in c.shares.items() if n > 0.005}
-    for name, color in CAUSES.items():
-        if name in spent:
-            text.append(f"{LETTERS[name] if plain else '█'} ", style=color).append(f"{cause(name)}  ")
+    for title, shown, colors in (("memory", used, COLORS), ("time  ", spent, CAUSES)):
+        text.append(f"\n{title} ")
+        for name in (name for name in colors if name in shown):
+            text.append(f"{LETTERS[name] if plain else '█'} ", style=colors[name]).append(f"{cause(name)}  ")
     for c in plan.candidates[:1]:
         if c.devices < plan.target.devices:
             text.append(f"\nthe best uses {c.devices} of {plan.target.devices} devices: with more it is slower")
@@ -245,17 +242,16 @@ def waterfall(c: Candidate, *, plain: bool = False) -> RenderableType:
     """Return a table from the model's products at the device's peak to the whole step, cause by cause."""
     rows = _columns("from the device's peak to a step", "", "", "", right=(1, 2))
     total, sofar = c.step_seconds, 0.0
-    for name, n in c.waterfall.items():
+    for name, key, n in falls(c):
         sofar += n
-        key = name if name in CAUSES else "compute"
         shown = bar({key: abs(n)}, total, {key: CAUSES[key]}, plain=plain)
-        rows.add_row(
-            WATERFALL.get(name, cause(name)),
-            f"{'+' if n > 0 else '-'} {seconds(abs(n))}",
-            f"{sofar / total:.0%}",
-            shown,
-        )
+        rows.add_row(name, f"{'+' if n > 0 else '-'} {seconds(abs(n))}", f"{sofar / total:.0%}", shown)
     return rows
+
+
+def falls(c: Candidate) -> list[tuple[str, str, float]]:
+    """Return the lines of the waterfall: a name, the cause whose colour it has, seconds."""
+    return [(WATERFALL.get(k, cause(k)), k if k in CAUSES else "compute", n) for k, n in c.waterfall.items()]
 
 
 def helpful(plan: Plan) -> RenderableType:
@@ -265,6 +261,20 @@ def helpful(plan: Plan) -> RenderableType:
         fits = "" if x["fits"] else ", does not fit"
         rows.add_row(f"{x['what']}{fits}", seconds(x["step_seconds"]), f"{x['ratio']:.2f}x")
     return rows
+
+
+def answer(name: str, answer: Mapping[str, Any]) -> tuple[str, str]:
+    """Return an answer of a plan in words: what it is about, and what it says."""
+    value = answer.get("value")
+    if name == "duration":
+        return f"{answer['tokens']:.3g} tokens", f"{value:,.1f} hours, {answer['device_hours']:,.0f} device-hours"
+    if name == "clusters":
+        return name, ", then ".join(f"{x['devices']} × {x['device']}" for x in answer["clusters"])
+    if not value:
+        return name, "none" if value is None else "nothing fits"
+    following = answer.get("next_needs_bytes")
+    text = f"{value} {answer['what']}, with {size(answer['needs_bytes'])}"
+    return name, text + (f"; {answer['next']} would need {size(following)}" if following else "")
 
 
 def of_clusters(answer: Mapping[str, Any]) -> RenderableType:

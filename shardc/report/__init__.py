@@ -6,5 +6,5 @@ scores                  the part of attention's scores that each rank computes
 kept_activations        what forward keeps for backward, layer by layer, and why
 page                    a program as one interactive HTML file, and all drawing
 coverage, rule_table    ops of a model without a rule; all rules, and the results of their check
-device_table            the table of `shardc device`; comparison: a run and its prediction; aligned: columns of text
+comparison, aligned     a run and its prediction; columns of text
 """

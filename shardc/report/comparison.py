@@ -33,14 +33,15 @@ def comparison_table(found: Sequence[Comparison]) -> str:
         place = f", {c.cost.program.axis}={c.cost.ranks[c.at].at}" if c.cost.program.axis else ""
         steps = f"{len(c.run.quiet)} steps, and {len({x.step for x in c.run.timed})} whose ops were timed"
         rows = [["", "predicted", "measured", "difference"]]
-        rows += [[name, *map(_short, pair), _signed(pair[0] - pair[1])] for name, pair in c.lines.items()]
+        rows += [[name, *map(_short, pair), _short(pair[0] - pair[1], "+")] for name, pair in c.lines.items()]
         expected, actual = c.seconds
         rows.append(["step", _short(expected), _short(actual), f"{expected / actual - 1:+.1%}"])
         for name, pair in (("a step's own", c.made), ("memory", c.memory), ("reserved", c.reserved)):
             if pair is not None:
                 rows.append([name, *map(size, pair), f"{pair[0] / max(pair[1], 1) - 1:+.1%}"])
         texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{place}: {steps}", *aligned(rows, "<>")]))
-        texts.append("\n".join(["ops that differ most", *aligned([_HEAD, *map(_op, c.ops[:SHOWN])], "<>")]))
+        ops = [["op", "of", "times", "predicted", "measured"], *map(_op, c.ops[:SHOWN])]
+        texts.append("\n".join(["ops that differ most", *aligned(ops, "<>")]))
     return "\n\n".join(texts)
 
 
@@ -66,9 +67,6 @@ def _pairs(lines: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, floa
     return {name: {"predicted": expected, "measured": actual} for name, (expected, actual) in lines.items()}
 
 
-_HEAD = ["op", "of", "times", "predicted", "measured"]
-
-
 def _op(x: Difference) -> list[str]:
     count, *shape = x.op.matrices or (1,)
     sizes = "×".join(map(str, ([count] if count > 1 else []) + shape))
@@ -77,9 +75,5 @@ def _op(x: Difference) -> list[str]:
     return [name, x.part, f"{x.count:.0f}", seconds(x.predicted), seconds(x.measured)]
 
 
-def _short(s: float) -> str:
-    return f"-{seconds(-s)}" if s < 0 else seconds(s)
-
-
-def _signed(s: float) -> str:
-    return f"+{seconds(s)}" if s >= 0 else f"-{seconds(-s)}"
+def _short(s: float, plus: str = "") -> str:
+    return f"-{seconds(-s)}" if s < 0 else f"{plus}{seconds(s)}"

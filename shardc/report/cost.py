@@ -10,10 +10,9 @@ peak         10.1 MiB   at backward of h.3.fc (model.py:31), microbatch 1
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
-from shardc.cost import Cost, Memory, RankCost
+from shardc.cost import Cost, Memory
 from shardc.cost.recorded import KINDS
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import seconds, size
@@ -25,40 +24,34 @@ def table(cost: Cost) -> str:
 
     Also: offloaded bytes, if any, and the bytes that a GPU must have.
     """
-    lines = [["", *(_name(cost, r) for r in cost.ranks)]]
-    lines += [[kind, *(size(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
-    lines.append(["peak", *(size(r.memory.peak) for r in cost.ranks)])
-    lines.append([f"of {size(cost.device.memory)}", *(_share(cost, r) for r in cost.ranks)])
-    if any(r.memory.host for r in cost.ranks):
-        lines.append(["outside, at most", *(size(r.memory.host) for r in cost.ranks)])
-    first, *text = aligned(lines, "<>")
-    where = [f"{_name(cost, r)}: the peak is at {peak_place(cost, r.memory)}" for r in cost.ranks]
-    where = [_gpu_memory_text(cost), *where] if cost.device.kind == "gpu" else where
-    where += [exposed] if (exposed := _exposed(cost)) else []
-    head = f"live memory of one step on {cost.device.name}, at the peak"
-    return "\n".join([head, first, "-" * len(first), *text, *where])
-
-
-def _gpu_memory_text(cost: Cost) -> str:
-    """Say how many bytes torch's allocator and libraries take on a GPU, and whether that fits."""
-    verdict = "fits" if cost.fits else "does not fit"
-    shares = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"
-    return f"torch's allocator reserves, and libraries take beside it, {shares}"
-
-
-def _exposed(cost: Cost) -> str:
-    """Return how long a step waits for collectives, by axis; "" if it never waits."""
-    texts = [f"{axes} {seconds(s)}" for axes, s in sorted(cost.exposed.items(), key=lambda item: -item[1]) if s > 0]
-    return f"{cost.step_words}, waits for collectives over {', '.join(texts)}" if texts else ""
+    limit, axis = cost.device.memory, cost.program.axis
+    memories = [r.memory for r in cost.ranks]
+    names = [f"{axis}={r.at}" if axis else "each rank" for r in cost.ranks]
+    used = {k for m in memories for p in (m.kinds, *(point.live for point in m.curve)) for k, n in p.items() if n}
+    lines = [["", *names], *([kind, *(size(m[kind]) for m in memories)] for kind in KINDS if kind in used)]
+    lines.append(["peak", *(size(m.peak) for m in memories)])
+    shares = (f"{100 * m.peak / limit:.1f} %" + (": does not fit" if m.peak > limit else "") for m in memories)
+    lines.append([f"of {size(limit)}", *shares])
+    if any(m.host for m in memories):
+        lines.append(["outside, at most", *(size(m.host) for m in memories)])
+    head, *text = aligned(lines, "<>")
+    if cost.device.kind == "gpu":  # what torch's allocator and libraries take
+        verdict = "fits" if cost.fits else "does not fit"
+        total = f"{size(cost.reserved)} and {size(cost.outside)} of {size(limit)}: {verdict}"
+        text.append(f"torch's allocator reserves, and libraries take beside it, {total}")
+    text += [f"{name}: the peak is at {peak_place(cost, m)}" for name, m in zip(names, memories, strict=True)]
+    if waits := [(axes, s) for axes, s in cost.exposed.items() if s > 0]:
+        exposed = ", ".join(f"{axes} {seconds(s)}" for axes, s in sorted(waits, key=lambda x: -x[1]))
+        text.append(f"{cost.step_words}, waits for collectives over {exposed}")
+    return "\n".join([f"live memory of one step on {cost.device.name}, at the peak", head, "-" * len(head), *text])
 
 
 def peak_place(cost: Cost, m: Memory) -> str:
     """Return the part of a step and the op at the peak, with the module and the line of the model."""
-    part, op = part_name(m.part, cost), op_place(cost, m.op)
-    if op.startswith("backward of ") and part.startswith("backward"):
-        part = part.removeprefix("backward").removeprefix(" of ")
-        return ", ".join(filter(None, (op, part)))
-    return ", ".join(filter(None, (part, op)))
+    places = [part_name(m.part, cost), op_place(cost, m.op)]
+    if all(x.startswith("backward") for x in places):
+        places = [places[1], places[0].removeprefix("backward").removeprefix(" of ")]
+    return ", ".join(filter(None, places))
 
 
 _ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE)(\d*)")
@@ -93,22 +86,6 @@ def op_place(cost: Cost, op: str) -> str:
         return op
     place = f"{source.module or cost.program.meta.get('model', 'the model')} ({source.line})"
     return f"backward of {place}" if op.startswith("backward of ") else place
-
-
-def _name(cost: Cost, r: RankCost) -> str:
-    axis = cost.program.axis
-    return f"{axis}={r.at}" if axis else "each rank"
-
-
-def _kinds(memories: Iterable[Memory]) -> list[str]:
-    """Return the kinds of memory that occur, in the order of KINDS."""
-    present = {k for m in memories for p in (m.kinds, *(point.live for point in m.curve)) for k, n in p.items() if n}
-    return [k for k in KINDS if k in present]
-
-
-def _share(cost: Cost, r: RankCost) -> str:
-    share = f"{100 * r.memory.peak / cost.device.memory:.1f} %"
-    return share if r.memory.peak <= cost.device.memory else f"{share}: does not fit"
 
 
 def to_json(cost: Cost) -> dict[str, Any]:

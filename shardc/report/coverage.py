@@ -6,15 +6,16 @@ assert shardc.coverage(model, batch).covered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from shardc.capture import capture
 from shardc.ir.graph import calls, is_call, source_of
-from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.passes.canonical import rewritten
 from shardc.passes.canonical.grouped_mm import with_experts
@@ -77,14 +78,10 @@ class Coverage:
 
     def __str__(self) -> str:
         missing = sum(r.how in ("refused", "no rule") for r in self.rows)
-        lines = [
-            f"{self.model}: {self.calls} calls of {self.ops} ops;"
-            f" {f'{missing} without a rule' if missing else 'every op has a rule'}"
-        ]
-        for how, meaning in KINDS.items():
-            rows = [r for r in self.rows if r.how == how]
-            if rows:
-                lines += ["", f"{how}: {meaning}"]
+        verdict = f"{missing} without a rule" if missing else "every op has a rule"
+        lines = [f"{self.model}: {self.calls} calls of {self.ops} ops; {verdict}"]
+        for how, rows in groupby(self.rows, lambda r: r.how):
+            lines += ["", f"{how}: {KINDS[how]}"]
             for r in rows:
                 lines.append(f"  {r.count:>4}×  {r.op}" + (f": {r.why}" if r.why else ""))
                 lines += [f"         {_place(at)}" for at in r.lines]
@@ -94,15 +91,9 @@ class Coverage:
         return {**asdict(self), "covered": self.covered}
 
 
-def _place(place: Line) -> str:
-    often = (
-        f" ({place.count}×, first in {place.module or 'the model'})"
-        if place.count > 1
-        else f" ({place.module})"
-        if place.module
-        else ""
-    )
-    return f"{place.line}{often}: {place.code}" if place.code else f"{place.line}{often}"
+def _place(at: Line) -> str:
+    often = f"{at.count}×, first in {at.module or 'the model'}" if at.count > 1 else at.module
+    return at.line + (f" ({often})" if often else "") + (f": {at.code}" if at.code else "")
 
 
 def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None) -> Coverage:
@@ -110,56 +101,36 @@ def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor]
 
     Arguments as of `shardc.compile`; the model may be on the meta device. Raises ShardcError if capture fails.
     """
-    return of_program(capture(model, batch, loss=loss, prove=False))
-
-
-def of_program(captured: Program) -> Coverage:
-    """Return the coverage of a captured program."""
+    captured = capture(model, batch, loss=loss, prove=False)
     canonical = rewritten(captured.graph)
     ops = [n.target for n in calls(captured.graph)]
-    missing: list[tuple[str, str, Source, str]] = []
+    missing: defaultdict[tuple[str, str], list[tuple[Source, str]]] = defaultdict(list)  # (op, how): (place, why)
     roots = {p.name for p in captured.params} | {i.name for i in captured.inputs}
     dependent: set[fx.Node] = set()  # nodes that depend on a parameter or the batch
     graph = canonical.graph if canonical.refused else with_experts(canonical.graph)
     for node in graph.nodes:
         if node.name in roots or any(n in dependent for n in node.all_input_nodes):
             dependent.add(node)
-        if is_call(node):
+        if node in canonical.refused:
+            missing[str(node.target), "refused"].append((source_of(node), canonical.refused[node].what))
+        elif is_call(node):
             rule = registry.find(node.target)
-            why = canonical.refused[node].what if node in canonical.refused else ""
-            how = (
-                "refused"
-                if why
-                else "no rule"
-                if rule is None
-                else "whole"
-                if node in dependent and _whole(rule, node)
-                else ""
-            )
-            if how:
-                missing.append((str(node.target), how, source_of(node), why))
-    missing += [(str(op), "decomposed", at, "") for op, at in canonical.decomposed]
-    rows = sorted(_rows(missing), key=lambda r: (list(KINDS).index(r.how), -r.count, r.op))
+            if rule is None or (node in dependent and _whole(rule, node)):
+                missing[str(node.target), "whole" if rule else "no rule"].append((source_of(node), ""))
+    for op, at in canonical.decomposed:
+        missing[str(op), "decomposed"].append((at, ""))
+    rows = [_row(op, how, places) for (op, how), places in missing.items()]
     name = str(captured.meta.get("model", "the model"))
-    return Coverage(name, len(ops), len(set(ops)), tuple(rows))
+    ordered = sorted(rows, key=lambda r: (list(KINDS).index(r.how), -r.count, r.op))
+    return Coverage(name, len(ops), len(set(ops)), tuple(ordered))
 
 
-def _rows(missing: Iterable[tuple[str, str, Source, str]]) -> list[Row]:
-    by_op: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
-    whys: dict[tuple[str, str], str] = {}
-    for op, how, at, why in missing:
-        by_op.setdefault((op, how), {}).setdefault((at.line, at.code), []).append(at.module)
-        whys.setdefault((op, how), why)
-    return [
-        Row(
-            op,
-            how,
-            sum(map(len, lines.values())),
-            tuple(Line(line, code, modules[0], len(modules)) for (line, code), modules in lines.items()),
-            whys[op, how],
-        )
-        for (op, how), lines in by_op.items()
-    ]
+def _row(op: str, how: str, places: Sequence[tuple[Source, str]]) -> Row:
+    modules: dict[tuple[str, str], list[str]] = {}
+    for at, _ in places:
+        modules.setdefault((at.line, at.code), []).append(at.module)
+    lines = tuple(Line(line, code, of[0], len(of)) for (line, code), of in modules.items())
+    return Row(op, how, len(places), lines, places[0][1])
 
 
 def _whole(rule: Rule, node: fx.Node) -> bool:

@@ -8,10 +8,9 @@ model.layers.0 and 3 more like it: 90.5 KiB each
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from shardc.cost import Cost
-from shardc.cost.kept_activations import Kept, Want
+from shardc.cost.kept_activations import Kept
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import plural, size
 from shardc.layer_names import layer_of
@@ -24,14 +23,8 @@ SMALL = 0.01
 MOST = 4
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One row of a layer's table. Layers with equal lines are shown once."""
-
-    nbytes: int
-    op: str
-    type: str
-    why: str
+#: One row of a layer's table: bytes, op, type, why it is kept.
+_Line = tuple[int, str, str, str]
 
 
 def table(cost: Cost) -> str:
@@ -46,26 +39,21 @@ def table(cost: Cost) -> str:
         groups.setdefault(tuple(lines), []).append(name)
     text = [f"kept from forward to backward, {'of a microbatch, ' if cost.program.microbatches > 1 else ''}by layer"]
     for items, names in sorted(groups.items(), key=lambda item: not item[1][0]):
-        text += ["", _head(names, sum(x.nbytes for x in items)), *_rows(items)]
+        more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
+        nbytes = size(sum(x[0] for x in items)) + (" each" if more else "")
+        text += ["", f"{names[0] or 'outside of layers'}{more}: {nbytes}", *_rows(items)]
     return "\n".join(text)
-
-
-def _head(names: list[str], nbytes: int) -> str:
-    which = names[0] or "outside of layers"
-    return f"{which}{f' and {len(names) - 1} more like it' if len(names) > 1 else ''}: {size(nbytes)}" + (
-        " each" if len(names) > 1 else ""
-    )
 
 
 def _rows(lines: Iterable[_Line]) -> list[str]:
     """Format the tensors of a layer, the largest first."""
-    ordered = sorted(lines, key=lambda x: -x.nbytes)
-    total = max(sum(x.nbytes for x in ordered), 1)
-    large = [x for x in ordered if x.nbytes >= SMALL * total]
+    ordered = sorted(lines, key=lambda x: -x[0])
+    total = max(sum(x[0] for x in ordered), 1)
+    large = [x for x in ordered if x[0] >= SMALL * total]
     small = ordered[len(large) :]
-    cells = [(size(x.nbytes), f"{100 * x.nbytes / total:.0f} %", x.op, x.type, x.why) for x in large]
+    cells = [(size(nbytes), f"{100 * nbytes / total:.0f} %", *texts) for nbytes, *texts in large]
     if small:
-        cells.append((size(sum(x.nbytes for x in small)), "", plural(len(small), "small tensor"), "", ""))
+        cells.append((size(sum(x[0] for x in small)), "", plural(len(small), "small tensor"), "", ""))
     return [f"  {line}" for line in aligned(cells, ">><")]
 
 
@@ -74,15 +62,12 @@ def _line(x: Kept, layer: str) -> _Line:
     if x.own:
         why = "made by the op for its own backward"
     else:
-        wants = list(dict.fromkeys(_want(w, layer) for w in x.wants))
+        after = (f" after {', '.join(w.after)}" if w.after else "" for w in x.wants)
+        ops = (_op(w.source.module, w.name, layer) for w in x.wants)
+        wants = list(dict.fromkeys(map("".join, zip(ops, after, strict=True))))
         more = f"; {len(wants) - MOST} more" if len(wants) > MOST else ""
         why = f"wanted by {'; '.join(wants[:MOST])}{more}" if wants else ""
-    return _Line(x.nbytes, _op(x.source.module, x.name, layer), kind, why)
-
-
-def _want(w: Want, layer: str) -> str:
-    op = _op(w.source.module, w.name, layer)
-    return f"{op} after {', '.join(w.after)}" if w.after else op
+    return x.nbytes, _op(x.source.module, x.name, layer), kind, why
 
 
 def _op(module: str, name: str, layer: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardc import errors
 from shardc.ir.types import full_op_name
+from shardc.report.aligned import aligned
 from shardc.rules.core.registry import Rule
 from shardc.verify.rules.case import Finding
 from shardc.verify.rules.check import OpReport
@@ -46,32 +47,32 @@ def named(function: Callable[[Any], Any]) -> str:
 
 
 def row(op: Any, rule: Rule) -> RuleRow:
-    functions = [f for f in (rule.notation, rule.linear_of) if f is not None and not isinstance(f, str)]
+    functions = [f for f in (rule.notation, rule.linear) if not isinstance(f, str)]
     about = {named(f): " ".join((inspect.getdoc(f) or "").partition("\n\n")[0].split()) for f in functions}
-    where = rule.where
-    if not where:  # found by torch's tag
-        where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
+    # without a place it was found by torch's tag
+    where = rule.where or f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
     path = Path(where.rpartition(":")[0])
-    foreign = path.parent != Path(errors.__file__).parent / "rules"
-    linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
+    ours = path.parent == Path(errors.__file__).parent / "rules"
+    family = "pointwise" if not rule.where else path.stem if ours else "own"
+    linear = rule.linear if isinstance(rule.linear, str) else named(rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(full_op_name(op), text, linear, about, "own" if foreign else path.stem, extras, where)
+    return RuleRow(full_op_name(op), text, linear, about, family, extras, where)
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:
     """Format one line for each rule, by family; descriptions of functions that make rules come first."""
-    lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
     ordered = sorted(rows, key=lambda r: (r.family == "own", r.family))
-    by_family = {f: list(g) for f, g in groupby(ordered, lambda r: r.family)}
-    for family, members in by_family.items():
-        about = {name: text for r in members for name, text in r.about.items() if text}
-        lines += [("",), (f"# {family}",)]
-        for name, text in about.items():
-            lines += [(x,) for x in wrap(f"{name}: {text}", 118, initial_indent="#   ", subsequent_indent="#     ")]
-        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in members]
-    widths = [max(len(line[i]) for line in lines if len(line) > 1) for i in range(5)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
+    cells = [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in ordered]
+    head, *texts = aligned([("op", "rule", "linear in", "beside it", "registered at"), *cells], "<")
+    lines = [head]
+    for family, members in groupby(zip(ordered, texts, strict=True), lambda x: x[0].family):
+        rules, of_rules = zip(*members, strict=True)
+        lines += ["", f"# {family}"]
+        for name, text in {name: text for r in rules for name, text in r.about.items() if text}.items():
+            lines += wrap(f"{name}: {text}", 118, initial_indent="#   ", subsequent_indent="#     ")
+        lines += of_rules
+    return "\n".join(lines)
 
 
 def short(where: str) -> str:

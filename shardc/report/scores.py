@@ -34,13 +34,12 @@ _NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
 class Square:
     """One kind of attention, as a square of queries and keys.
 
-    modules: the modules that use it; heads: query heads of a rank, and of all; rows, keys: of the whole sequence; band:
-    the keys that a row sees; masked: a mask hides more; over: axes that split rows, with their sizes; method: how rows
-    meet the keys of other ranks; sent: bytes of a rank in forward; held: the rows of each rank of `over`; pairs: for
-    each rank, the pairs of a row and a key that it sees, of one head.
+    heads: query heads of a rank, and of all; rows, keys: of the whole sequence; band: the keys that a row sees; masked:
+    a mask hides more; over: axes that split rows, with their sizes; method: how rows meet the keys of other ranks;
+    sent: bytes of a rank in forward; held: the rows of each rank of `over`; modules: the keys are the modules that use
+    it; pairs: for each rank, the pairs of a row and a key that it sees, of one head.
     """
 
-    modules: tuple[str, ...]
     heads: tuple[int, int]
     rows: int
     keys: int
@@ -50,6 +49,7 @@ class Square:
     method: str
     sent: int
     held: tuple[tuple[Span, ...], ...] = field(repr=False)
+    modules: dict[str, None] = field(default_factory=dict, compare=False)
 
     @property
     def pairs(self) -> tuple[int, ...]:
@@ -79,16 +79,14 @@ class Square:
 
 def squares(program: Program) -> list[Square]:
     """Return each kind of attention that is one op, of torch or shardc, in the order of the program."""
-    by_square: dict[Any, tuple[list[str], tuple[Any, ...]]] = {}
-    for stage in program.stages:
-        for node in calls(stage.graph):
-            if node.target in OPS:
-                square = _square(node, program.mesh)
-                by_square.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
-    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in by_square.values()]
+    known: dict[Square, Square] = {}
+    for node in (n for stage in program.stages for n in calls(stage.graph) if n.target in OPS):
+        square = _square(node, program.mesh)
+        known.setdefault(square, square).modules.setdefault(of_every_layer(source_of(node).module) or ".")
+    return list(known)
 
 
-def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
+def _square(node: fx.Node, mesh: Mesh) -> Square:
     call = call_of(node)
     q, k = call.operands[:2]
     dim, out = len(q.shape) - 2, values_of(node)[0]
@@ -96,13 +94,18 @@ def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
     local_heads = out.layout.local_shape(out.shape, mesh)[-3] if len(out.shape) > 2 else 1
     over = tuple((a, mesh.size(a)) for a, _ in q.layout.shards(dim) if mesh.size(a) > 1)
     window = dict(call.kwargs).get("window")
-    band = CAUSAL if call.arg(5, "is_causal", False) else Band(*window) if window else ALL
-    masked = len(call.operands) > 3
     ring: Collective | None = node.meta.get("collective")
-    method = "ring" if ring else "keys of all ranks" if over else "heads split" if local_heads < heads else "whole"
-    rows = tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(math.prod(n for _, n in over)))
-    sizes = (local_heads, heads), q.shape[-2], k.shape[-2]
-    return *sizes, band, masked, over, method, ring.bytes if ring else 0, rows
+    return Square(
+        heads=(local_heads, heads),
+        rows=q.shape[-2],
+        keys=k.shape[-2],
+        band=CAUSAL if call.arg("is_causal") else Band(*window) if window else ALL,
+        masked=len(call.operands) > 3,
+        over=over,
+        method="ring" if ring else "keys of all ranks" if over else "heads split" if local_heads < heads else "whole",
+        sent=ring.bytes if ring else 0,
+        held=tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(math.prod(n for _, n in over))),
+    )
 
 
 def _rows(layout: Layout, length: int, dim: int, mesh: Mesh, rank: int) -> tuple[Span, ...]:

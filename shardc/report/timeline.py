@@ -12,42 +12,33 @@ from typing import Any
 
 from rich.text import Text
 
-from shardc.runtime.schedule import Action, Schedule, Slot, Timeline
+from shardc.runtime.schedule import Action, Timeline
 
-#: One colour for each kind.
-_INKS = {
-    "F": "black on bright_blue",
-    "FB": "black on bright_magenta",
-    "FF": "black on bright_magenta",
-    "B": "black on green",
-    "I": "black on cyan",
-    "W": "black on yellow",
+#: The kinds of actions: name, colours.
+_KINDS = {
+    "F": ("forward", "black on bright_blue"),
+    "FB": ("forward beside backward", "black on bright_magenta"),
+    "FF": ("forward beside forward", "black on bright_magenta"),
+    "B": ("backward", "black on green"),
+    "I": ("gradients of inputs", "black on cyan"),
+    "W": ("gradients of weights", "black on yellow"),
 }
-_NAMES = {
-    "F": "forward",
-    "FB": "forward beside backward",
-    "FF": "forward beside forward",
-    "B": "backward",
-    "I": "gradients of inputs",
-    "W": "gradients of weights",
-}
-#: How kinds are written.
-_LETTERS = {"FB": "F+B", "FF": "F+F"}
 
 
 def text(t: Timeline, *, width: int | None = None) -> Text:
     """Draw a timeline, one row for each rank. width: columns to fit in; None: every action is shown with its name."""
     s = t.schedule
-    heads = [f"rank {r}  {_stages(s, r)}" for r in range(s.ranks)]
+    of_ranks = [s.stages_of(r) for r in range(s.ranks)]
+    several = any(len(stages) > 1 for stages in of_ranks)  # then an action is shown with its stage
+    heads = [f"rank {r}  stage{'s' * (len(x) != 1)} {', '.join(map(str, x))}" for r, x in enumerate(of_ranks)]
     tails = [f"{100 * t.bubble(r):5.1f} %  {live:5}" for r, live in enumerate(t.live)]
     margin = max(map(len, heads)) + 2
-    every = [slot for row in t.slots for slot in row]
-    short = 0.1 * max((slot.end - slot.start for slot in every), default=0.0)  # whose names need not fit
-    columns = ((len(_name(s, x)) + 1) / (x.end - x.start) for x in every if x.end - x.start > short)
-    scale = max(columns, default=1.0)
+    every = [(_names(slot.action, staged=several), slot.end - slot.start) for row in t.slots for slot in row]
+    short = 0.1 * max((long for _, long in every), default=0.0)  # whose names need not fit
+    scale = max(((len(names[0]) + 1) / long for names, long in every if long > short), default=1.0)
     if width is not None:
         scale = min(scale, max(width - margin - 2 - max(map(len, tails)), 10) / (t.end or 1))
-    out = Text(f"{_title(t)}\n\n", no_wrap=True)
+    out = Text(f"{s.name}: {s.sizes}; bubble {100 * t.bubble():.1f} %\n\n", no_wrap=True)
     out.append(f"{'':{margin}}{'time':{round(t.end * scale)}}   bubble   live\n", "dim")
     for head, slots, tail in zip(heads, t.slots, tails, strict=True):
         out.append(head.ljust(margin))
@@ -55,17 +46,24 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
         for slot in slots:
             begin, end = round(slot.start * scale), round(slot.end * scale)
             out.append("." * (begin - at), "dim")
-            out.append(_cell(_name(s, slot), slot.action, end - begin), _INKS[slot.action.kind])
+            name = next((n for n in _names(slot.action, staged=several) if len(n) <= end - begin), "")
+            cell = name if end - begin <= len(name) else f"{name.ljust(end - begin - 1, '-')} "
+            out.append(cell, _KINDS[slot.action.kind][1])
             at = end
         out.append("." * (round(t.end * scale) - at), "dim")
         out.append(f"  {tail}\n")
-    stage = "stage, " if _several(s) else ""
-    out.append(
-        f"\n{stage}kind, microbatch: {', '.join(f'{_LETTERS.get(k, k)} {_NAMES[k]}' for k in _kinds(t))}\n", "dim"
-    )
-    if any((slot.end - slot.start) * scale < 1 for row in t.slots for slot in row):
+    present = {slot.action.kind for row in t.slots for slot in row}
+    kinds = ", ".join(f"{'+'.join(kind)} {name}" for kind, (name, _) in _KINDS.items() if kind in present)
+    out.append(f"\n{'stage, ' if several else ''}kind, microbatch: {kinds}\n", "dim")
+    if any(long * scale < 1 for _, long in every):
         out.append("some take less than a column: --html FILE draws them all\n", "dim")
     return out
+
+
+def _names(a: Action, *, staged: bool) -> tuple[str, str, str]:
+    """Return the names of an action, the longest first: the last one is its kind. staged: the first has the stage."""
+    short = "+".join(f"{p.kind}{p.microbatch}" for p in a.parts)
+    return str(a) if staged else short, short, "+".join(a.kind)
 
 
 def to_json(t: Timeline) -> dict[str, Any]:
@@ -84,39 +82,3 @@ def to_json(t: Timeline) -> dict[str, Any]:
         "end": t.end,
         "slots": [[[str(slot.action), slot.start, slot.end] for slot in row] for row in t.slots],
     }
-
-
-def _title(t: Timeline) -> str:
-    return f"{t.schedule.name}: {t.schedule.sizes}; bubble {100 * t.bubble():.1f} %"
-
-
-def _stages(s: Schedule, rank: int) -> str:
-    stages = s.stages_of(rank)
-    return f"stage{'s' if len(stages) != 1 else ''} {', '.join(map(str, stages))}"
-
-
-def _kinds(t: Timeline) -> list[str]:
-    """Return the kinds of actions that occur, forward first."""
-    present = {slot.action.kind for row in t.slots for slot in row}
-    return [k for k in _NAMES if k in present]
-
-
-def _several(s: Schedule) -> bool:
-    """Return whether a rank has several stages. If so, an action is shown with its stage."""
-    return len(set(s.placement)) < s.stages
-
-
-def _name(s: Schedule, slot: Slot) -> str:
-    a = slot.action
-    return str(a) if _several(s) else _short(a)
-
-
-def _short(a: Action) -> str:
-    """Return the name of an action without its stage."""
-    return "+".join(f"{p.kind}{p.microbatch}" for p in a.parts)
-
-
-def _cell(name: str, a: Action, columns: int) -> str:
-    """Fit an action's name into `columns`, shortened if needed, with a blank at the end."""
-    name = next((n for n in (name, _short(a), _LETTERS.get(a.kind, a.kind)) if len(n) <= columns), "")
-    return name if columns <= len(name) else f"{name.ljust(columns - 1, '-')} "

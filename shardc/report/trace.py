@@ -21,15 +21,13 @@ def trace(cost: Cost) -> dict[str, Any]:
         tags.append(record.tag)
         return len(tags) - 1
 
-    rows = step.timeline(cost, number)["rows"]
-    events = [event for row in rows for event in _of_rank(cost, row, tags)]
+    events = [event for row in step.timeline(cost, number)["rows"] for event in _of_rank(cost.program.axis, row, tags)]
     about = {"device": cost.device.name, "step_seconds": cost.step_seconds, "premises": cost.premises}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _of_rank(cost: Cost, row: dict[str, Any], tags: list[str]) -> Iterator[dict[str, Any]]:
-    axis, rank = cost.program.axis, row["rank"]
-    threads = ["actions", "computing", *row["streams"]]
+def _of_rank(axis: str, row: dict[str, Any], tags: list[str]) -> Iterator[dict[str, Any]]:
+    rank, threads = row["rank"], ["actions", "computing", *row["streams"]]
 
     def event(thread: str, name: str, begin: int, end: int, **args: Any) -> dict[str, Any]:
         place = {"pid": rank, "tid": threads.index(thread)}
@@ -40,10 +38,9 @@ def _of_rank(cost: Cost, row: dict[str, Any], tags: list[str]) -> Iterator[dict[
         yield {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": {"name": about}}
     for kind, microbatch, begin, end, stage, *_ in row["slots"]:
         yield event("actions", f"{kind}{microbatch}", begin, end, stage=stage, microbatch=microbatch)
-    for name, begin, end in row["tail"]:
-        yield event("actions", name, begin, end)
-    for name, begin, end in row["computing"]:
-        yield event("computing", name, begin, end)
+    for thread, spans in (("actions", row["tail"]), ("computing", row["computing"])):
+        for name, begin, end in spans:
+            yield event(thread, name, begin, end)
     for axes, spans in row["streams"].items():
         for begin, end, exposed, tag, direction, kind in spans:
             yield event(axes, kind, begin, end, of=tags[tag], direction=direction, exposed_us=exposed / 1e3)

@@ -3,10 +3,11 @@
 Importing this package registers all of them, also those of optional features. core: what rules are made of.
 
 Rules, one file per family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention,
-experts, recurrent, random, fourier, softmax, loss. attention_methods: what `sequence: {method: ...}` allows.
+experts, recurrent, random, fourier, softmax, loss.
 """
 
 from importlib import import_module
+from pkgutil import iter_modules
 
 from shardc.optional import registered
 from shardc.rules.core.choices import Choices
@@ -14,29 +15,9 @@ from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import RULES, LocalCall, Rule, find, rule
 from shardc.rules.core.strategy import Strategy
 
-__all__ = ["FAMILIES", "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "find", "rule"]
+__all__ = ["RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "find", "rule"]
 
-#: The files of rules here, and of their sample calls in tests/rules/samples, by the family of ops.
-FAMILIES = (
-    "attention",
-    "conv",
-    "create",
-    "experts",
-    "fourier",
-    "index",
-    "linalg",
-    "loss",
-    "matmul",
-    "norm",
-    "pointwise",
-    "random",
-    "recurrent",
-    "reduce",
-    "softmax",
-    "views",
-    "writes",
-)
-for _family in FAMILIES:
-    import_module(f"{__name__}.{_family}")
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")
 for _ in registered("rules", "__name__"):  # their import registers them
     pass

@@ -43,7 +43,7 @@ def attention(call: Call) -> Signature:
     batch = [f"b{i}" for i in range(len(out) - 2)]
     full, query, key, value = ([*batch[len(batch) + 2 - len(x) :]] for x in (out, q, k, v))  # they broadcast
     sizes: dict[str, int] = {}
-    if batch and len(k) > 2 and len(q) > 2 and call.arg(7, "enable_gqa"):  # without enable_gqa heads broadcast
+    if batch and len(k) > 2 and len(q) > 2 and call.arg("enable_gqa"):  # without enable_gqa heads broadcast
         few, many = sorted((k[-3], v[-3]))
         if many % few:  # groups that overlap
             full[-1], query[-1], key[-1], value[-1] = "h!", "h!", "gk!", "gv!"
@@ -95,7 +95,7 @@ def sent_by_ring(call: Call, rows: Shard, keys: Shard, n: int) -> float:
     def spans(p: Shard, size: int, rank: int) -> list[Span]:
         return [Span(start, local, length) for local, start, length in runs(size, [(p, n, rank)])]
 
-    band = CAUSAL if call.arg(5, "is_causal", False) else Band(*(dict(call.kwargs).get("window") or ALL))
+    band = CAUSAL if call.arg("is_causal") else Band(*(dict(call.kwargs).get("window") or ALL))
     owned = [spans(keys, k.shape[-2], r) for r in range(n)]
     asked = [spans(rows, q.shape[-2], r) for r in range(n)]
     sent = sum(s.length for r in range(n) for o in range(n) if o != r for s in seen(asked[r], owned[o], band))
@@ -150,11 +150,11 @@ def _reach(call: LocalCall, axis: str, args: tuple[Any, ...]) -> dict[str, fx.No
 
 def local_torch(call: LocalCall) -> fx.Node:
     """Use shardc's op where rows are split under a causal mask, or in a ring: torch's counts rows from 0."""
-    causal = call.call.arg(5, "is_causal", False)
+    causal = call.call.arg("is_causal")
     if not (call.axes(RING) or (causal and call.split("s"))):
         return call.same()
     mask = next(iter(call.args[3:4]), call.kwargs.get("attn_mask"))
-    options = (call.call.arg(6, "scale"), call.call.arg(7, "enable_gqa", False))
+    options = (call.call.arg("scale"), call.call.arg("enable_gqa"))
     converted = replace(call, args=(*call.args[:3], mask, 0.0, causal, *options, None, 0))
     converted.call = replace(call.call, target=OPS[1])
     return local_attention(converted)

@@ -20,20 +20,14 @@ from shardc.runtime import ops
 aten = torch.ops.aten
 
 
-#: The position of `groups`, where it is not 6.
-_GROUPS = {ops.conv1d: 5, aten.convolution.default: 8}
-
-
 def _transposed(call: Call) -> bool:
-    return (
-        bool(call.arg(6, "transposed")) if call.target is aten.convolution.default else "transpose" in str(call.target)
-    )
+    return bool(call.arg("transposed")) if call.target is aten.convolution.default else "transpose" in str(call.target)
 
 
 def convolution(call: Call) -> Signature:
     """Split batch and channels: x[b, (g i), ...], w[(g o), i, ...] (transposed [(g i), o, ...]) -> y[b, (g o), ...]."""
     x, w, y = call.operands[0].shape, call.operands[1].shape, call.results[0].shape
-    groups = call.arg(_GROUPS.get(call.target, 6), "groups", 1)
+    groups = call.arg("groups")
     space, batched = len(w) - 2, int(len(x) == len(w))
     lead, into, out = ["b"] * batched, "i+", "o"
     if groups > 1:  # depthwise: the dim is one factor, which may be split in sections
@@ -50,11 +44,8 @@ def convolution(call: Call) -> Signature:
 
 def local_groups(call: LocalCall) -> fx.Node:
     """Set the op's groups to those of a rank, padding included."""
-    x, w, y = call.call.operands[0].shape, call.call.operands[1].shape, call.call.results[0].shape
-    layout, shape = (call.outputs[0], y) if _transposed(call.call) else (call.inputs[0], x)
-    local_channels = layout.local_shape(shape, call.mesh)[len(x) - len(w) + 1]
-    groups, position = local_channels // call.inputs[1].local_shape(w, call.mesh)[1], _GROUPS.get(call.call.target, 6)
-    return call.same(**{f"_{position}": groups} if len(call.args) > position else {"groups": groups})
+    x, w = call.out_shape if _transposed(call.call) else call.local(0), call.local(1)
+    return call.same(groups=x[len(x) - len(w) + 1] // w[1])
 
 
 def _flops(call: Call) -> int:

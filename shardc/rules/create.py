@@ -19,10 +19,11 @@ def filled(call: Call) -> Signature:
     return call.fit(ins, [names_of(len(call.results[0].shape))])
 
 
-for _op in (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format):
-    rule(_op, filled, local=local_size(0))
-for _op in (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default):
-    rule(_op, filled, local=local_size(1))
+for _op in (
+    *(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format),
+    *(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default),
+):
+    rule(_op, filled, local=local_size)
 for _op in (
     aten.arange.default,
     aten.arange.start,

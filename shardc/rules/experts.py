@@ -32,29 +32,23 @@ X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(
 
 def dims_of(call: Call) -> list[list[str]]:
     """Return the dims of all operands. The activation decides where i is in the first product's columns."""
-    columns = {"": "i+", "halves": "p! i+", "stripes": "i+ p!"}[read(call.arg(ACTIVATION, "activation")).word]
-    transposed = bool(call.arg(TRANSPOSED, "transposed", False))
+    columns = {"": "i+", "halves": "p! i+", "stripes": "i+ p!"}[read(call.arg("activation")).word]
+    transposed = bool(call.arg("transposed"))
     up, down = ["e+", columns, "h!"], ["e+", "o", "i+"]
     weights = [[e, b, a] if transposed else [e, a, b] for e, a, b in (up, down)]
-    biases = [dims[:2] for dims, at in ((up, UP_BIAS), (down, DOWN_BIAS)) if _bias(call, at) is not None]
+    biases = [dims[:2] for dims, name in ((up, "up_bias"), (down, "down_bias")) if call.arg(name) is not None]
     return [["t", "h!"], ["t", "k!"], ["t", "k!"], *weights, *biases]
 
 
 def experts(call: Call) -> Signature:
     """Split tokens, experts and i."""
-    return call.fit(dims_of(call), [["t", "o"]], p=read(call.arg(ACTIVATION, "activation")).parts)
-
-
-def _bias(call: Call, position: int) -> int | None:
-    """Return the operand index of a bias, or None."""
-    bias = call.arg(position, "")
-    return bias.index if isinstance(bias, Operand) else None
+    return call.fit(dims_of(call), [["t", "o"]], p=read(call.arg("activation")).parts)
 
 
 def linear(call: Call) -> str:
     """Return the linear operands: the weights of the choices, or the second product with its bias."""
-    bias = _bias(call, DOWN_BIAS)
-    return f"{WEIGHTS} | {DOWN}" + (f" {bias}" if bias is not None else "")
+    bias = call.arg("down_bias")
+    return f"{WEIGHTS} | {DOWN}" + (f" {bias.index}" if isinstance(bias, Operand) else "")
 
 
 def exchange(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
@@ -85,7 +79,7 @@ def local(
     types = call.call.operands
     experts, (t, k), h = types[UP].shape[0], types[INDEX].shape, types[X].shape[1]
     digits, first = tuple((a, s.signed, *s.sections) for a, s in shards), shards[0][1]
-    local_count = call.inputs[UP].local_shape(types[UP].shape, call.mesh)[0]
+    local_count = call.local(UP)[0]
     ranks = math.prod(call.mesh.size(a) for a in axes)
 
     tokens = {a: replace(s, padding=s.padding * k) for a, s in call.inputs[X].shards(0)}

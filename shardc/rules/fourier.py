@@ -7,8 +7,7 @@ import torch
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import rule
-from shardc.rules.core.shared_signatures import names_of, whole_names
-from shardc.rules.pointwise import broadcast
+from shardc.rules.core.shared_signatures import broadcast, names_of, whole_names
 
 aten = torch.ops.aten
 
@@ -16,11 +15,10 @@ aten = torch.ops.aten
 def transform(call: Call) -> Signature:
     """Keep transformed dims whole (their size may change): fft(x, n, dim), fftn(x, s, dim)."""
     x = call.operands[0].shape
-    sizes, default = call.arg(1, "s"), [-2, -1] if str(call.target).split(".")[1].endswith("2") else None
-    dims = call.arg(2, "dim", -1 if any(a in str(call.target) for a in ("fft.", "rfft.")) else default)
-    if dims is None:
-        dims = list(range(len(x) - len(sizes), len(x))) if sizes is not None else list(range(len(x)))
-    names = names_of(len(x), whole := {call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)})
+    sizes, whole = call.arg("s"), call.dims()
+    if sizes is not None and call.arg("dim") is None:
+        whole = set(range(len(x) - len(sizes), len(x)))
+    names = names_of(len(x), whole)
     return call.fit([names], [[f"o{i}!" if i in whole else n for i, n in enumerate(names)]])
 
 

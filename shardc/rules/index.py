@@ -17,6 +17,7 @@ from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.shared_signatures import all_whole, names_of, whole_names
 from shardc.rules.core.strategy import Strategy, splits_of
+from shardc.rules.pointwise import first_only
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ def local_embedding(call: LocalCall) -> fx.Node:
     if not call.axes("vocabulary"):
         return call.same()
     digits, rows = call.digits(0, 0)
-    args = (*call.args[:2], call.mesh_node, digits, rows, call.call.arg(2, "padding_idx", -1))
+    args = (*call.args[:2], call.mesh_node, digits, rows, call.call.arg("padding_idx"))
     return call.emit(ops.embedding_partial, args, {})
 
 
@@ -45,7 +46,7 @@ def embedding(call: Call) -> Signature:
 
 
 def _by_frequency(call: Call) -> bool:
-    return bool(call.arg(3, "scale_grad_by_freq", False))
+    return bool(call.arg("scale_grad_by_freq"))
 
 
 rule(aten.embedding.default, embedding, linear="0", local=local_embedding, extra=by_vocabulary)
@@ -53,7 +54,7 @@ rule(aten.embedding.default, embedding, linear="0", local=local_embedding, extra
 
 def gather(call: Call) -> Signature:
     """Keep dim whole in x.gather(dim, index); split the other dims where index covers all of x."""
-    x, index, d = call.operands[0].shape, call.operands[1].shape, call.dim(call.arg(1, "dim"))
+    x, index, d = call.operands[0].shape, call.operands[1].shape, call.dim("dim")
     same = [i for i in range(len(x)) if i != d and x[i] == index[i]]
     other = [i for i in range(len(x)) if i not in same]
     right = [f"d{i}" if i in same else "o" if i == d else f"o{i}!" for i in range(len(x))]
@@ -62,7 +63,7 @@ def gather(call: Call) -> Signature:
 
 def by_entries(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split the dim that indices point into, as `by_vocabulary` does."""
-    for p in splits_of(call.operands[0], {call.dim(call.arg(1, "dim"))}, n, available[0]):
+    for p in splits_of(call.operands[0], {call.dim("dim")}, n, available[0]):
         if p.by_digits_alone:
             yield Strategy("entries", (p, REPLICATE), (PARTIAL,))
 
@@ -70,7 +71,7 @@ def by_entries(call: Call, n: int, available: Sequence[frozenset[Placement]]) ->
 def local_gather(call: LocalCall) -> fx.Node:
     if not call.axes("entries"):
         return call.same()
-    d = call.call.dim(call.call.arg(1, "dim"))
+    d = call.call.dim("dim")
     digits, size = call.digits(0, d)
     return call.emit(ops.gather_partial, (call.args[0], call.args[2], call.mesh_node, d, digits, size), {})
 
@@ -79,7 +80,7 @@ rule(aten.gather.default, gather, linear="0", local=local_gather, extra=by_entri
 
 
 def index_select(call: Call) -> Signature:
-    x, d = len(call.operands[0].shape), call.dim(call.arg(1, "dim"))
+    x, d = len(call.operands[0].shape), call.dim("dim")
     names = names_of(x, {d})
     return call.fit([names, ["n"]], [[*names[:d], "n", *names[d + 1 :]]])
 
@@ -89,7 +90,7 @@ rule(aten.index_select.default, index_select, linear="0")
 
 def _indexed(call: Call) -> tuple[list[str], list[list[str]], list[str]]:
     """Return the dims of x in x[i, :, j], of each index, and of the result; the indexed dims of x are whole."""
-    where = call.arg(1, "indices")
+    where = call.arg("indices")
     indexed = [d for d, i in enumerate(where) if isinstance(i, Operand)]
     names = names_of(len(call.operands[0].shape), indexed)
     picked = [len(call.operands[where[d].index].shape) for d in indexed]
@@ -102,7 +103,7 @@ def _indexed(call: Call) -> tuple[list[str], list[list[str]], list[str]]:
 
 def _masked(call: Call) -> bool:
     """Return whether an index is a mask: then the result's size depends on data, and nothing can be split."""
-    return any(isinstance(i, Operand) and call.operands[i.index].dtype == torch.bool for i in call.arg(1, "indices"))
+    return any(isinstance(i, Operand) and call.operands[i.index].dtype == torch.bool for i in call.arg("indices"))
 
 
 def index(call: Call) -> Signature:
@@ -127,7 +128,7 @@ def index_put(call: Call) -> Signature:
     values = call.operands[-1].shape
     own = full[len(full) - len(values) :]
     # values that are broadcast would be added for padded entries too
-    added = {f for f, n in zip(own, values, strict=True) if n != 1 and call.arg(3, "accumulate", False)}
+    added = {f for f, n in zip(own, values, strict=True) if n != 1 and call.arg("accumulate")}
     marked = [[f"{f}+" if f in added else f"{f}!" for f in p] for p in picks]
     return call.fit([names, *marked, own], [names])
 
@@ -152,7 +153,7 @@ for _op in (
 
 def index_add(call: Call) -> Signature:
     """Keep dim whole in x.index_add(dim, index, source); split the source's entries, which are summed."""
-    d = call.dim(call.arg(1, "dim"))
+    d = call.dim("dim")
     names = names_of(len(call.operands[0].shape), {d})
     index, source = (len(v.shape) for v in call.operands[1:])
     return call.fit([names, ["n+"][:index], [*names[:d], "n+", *names[d + 1 :]][:source]], [names])
@@ -172,7 +173,7 @@ rule(aten.index_copy.default, index_copy, linear="0 2")
 
 def linear_mean(call: Call) -> str:
     """Return the linear operands: x and source together for means, none for products and extrema."""
-    return "0 2" if call.arg(4, "reduce") == "mean" else ""
+    return "0 2" if call.arg("reduce") == "mean" else ""
 
 
 rule(aten.index_reduce.default, index_copy, linear=linear_mean)
@@ -180,7 +181,7 @@ rule(aten.index_reduce.default, index_copy, linear=linear_mean)
 
 def _scattered(call: Call) -> list[list[str]]:
     """Return the dims of x, index and src in x.scatter(dim, index, src)."""
-    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
+    x, d = call.operands[0].shape, call.dim("dim")
     same = [i for i in range(len(x)) if i != d and all(v.shape[i] == x[i] for v in call.operands)]
     return [[f"d{i}" if i in same else f"o{j}_{i}!" for i in range(len(v.shape))] for j, v in enumerate(call.operands)]
 
@@ -191,13 +192,13 @@ def scatter(call: Call) -> Signature:
 
 
 rule(aten.scatter.src, scatter, linear="0 2")
-rule(aten.scatter.value, scatter, linear=lambda c: "0" if c.arg(3, "value") == 0 else "")
-rule(aten.scatter_reduce.two, scatter, linear=lambda c: "0 2" if c.arg(4, "reduce") in ("sum", "mean") else "")
+rule(aten.scatter.value, scatter, linear=lambda c: "0" if c.arg("value") == 0 else "")
+rule(aten.scatter_reduce.two, scatter, linear=lambda c: "0 2" if c.arg("reduce") in ("sum", "mean") else "")
 
 
 def scatter_add(call: Call) -> Signature:
     """Split as `scatter` does, and entries along dim where index and src have one size: they are summed."""
-    ins, d = _scattered(call), call.dim(call.arg(1, "dim"))
+    ins, d = _scattered(call), call.dim("dim")
     index, src = (v.shape for v in call.operands[1:])
     for dims in ins[1:] if index and index[d] == src[d] else ():
         dims[d] = "n+"
@@ -209,19 +210,20 @@ rule(aten.scatter_add.default, scatter_add, linear="0 2", added=(0,))
 
 def searchsorted(call: Call) -> Signature:
     """Split values[..., m], keep sorted[..., n] whole along n; one sorted row may serve all values."""
-    first = call.arg(0, "sorted_sequence") == Operand(0)
+    first = call.arg("sorted_sequence") == Operand(0)
     names = names_of(len(call.results[0].shape))
     row = ["n!"] if len(call.operands[not first].shape) == 1 else [*names[:-1], "n!"]
     return call.fit(([row, names] if first else [names, row])[: len(call.operands)], [names])
 
 
 rule(aten.searchsorted.Tensor, searchsorted)
+rule(aten.bucketize.Tensor, first_only)
 
 
 def one_hot(call: Call) -> Signature:
     # without a number of classes it is the largest class + 1, which a part does not know
     n = len(call.operands[0].shape)
-    names = names_of(n, () if call.arg(1, "num_classes", -1) > 0 else range(n))
+    names = names_of(n, () if call.arg("num_classes") > 0 else range(n))
     return call.fit([names], [[*names, "c!"]])
 
 

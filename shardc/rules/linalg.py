@@ -12,7 +12,6 @@ from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import SignatureOf, rule
 from shardc.rules.core.shared_signatures import all_whole, whole_names
-from shardc.rules.reduce import reduced
 
 aten = torch.ops.aten
 
@@ -40,9 +39,7 @@ def own_dims(*own: int, columns: int | None = None) -> SignatureOf:
 
     def stacked_each(call: Call) -> Signature:
         """Split leading dims, which broadcast; keep a matrix, its pivots and a tolerance whole."""
-        position = 3 if call.target is aten.ormqr.default else len(call.args)  # elsewhere `left` is a keyword
-        left = call.arg(position, "left", True)
-        return _batched(call, list(own[: len(call.operands)]), columns if left else None)
+        return _batched(call, list(own[: len(call.operands)]), columns if call.arg("left", True) else None)
 
     return stacked_each
 
@@ -118,14 +115,11 @@ rule(aten.linalg_tensorinv.default, all_whole)
 rule(aten.linalg_tensorsolve.default, all_whole, linear="1")
 rule(aten.linalg_solve_triangular.default, own_dims(2, 2, columns=1), linear="1", flops=_flops)
 rule(aten.cholesky_solve.default, own_dims(2, 2, columns=0), linear="0", flops=_flops)
-matrix_norm = reduced(2, "dim", summed=False, keep=(3, "keepdim"), default=(-2, -1))
-rule(aten.linalg_matrix_norm.default, matrix_norm)
-rule(aten.linalg_matrix_norm.str_ord, matrix_norm)
 
 
 def cdist(call: Call) -> Signature:
     """Split rows: a[..., p, m], b[..., r, m] -> [..., p, r], distances. Only the 1-norm is a sum over m."""
-    m = "m+" if call.arg(2, "p", 2) == 1 else "m!"
+    m = "m+" if call.arg("p") == 1 else "m!"
     return call.fit(f"... p {m}, ... r {m} -> ... p r")
 
 

@@ -68,7 +68,7 @@ rule(ops.nll, nll, local=local_nll, extra=by_classes)
 
 def by_row(call: Call) -> Signature:
     """Split rows of x[n, c], targets[n, c] -> loss[n], if the canonical pass left the loss unreduced."""
-    if call.arg(2, "reduction", 1):
+    if call.arg("reduction"):
         return all_whole(call)
     return call.fit("n c!, n c! -> n" if len(call.operands[0].shape) == 2 else "c!, c! -> ")
 

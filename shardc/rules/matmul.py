@@ -15,11 +15,8 @@ aten = torch.ops.aten
 
 
 def _flops(call: Call) -> int:
-    return 2 * math.prod(call.results[0].shape) * call.operands[0].shape[-1]
-
-
-def _flops_bias_first(call: Call) -> int:
-    return 2 * math.prod(call.results[0].shape) * call.operands[1].shape[-1]
+    """Count operations. The last dim of the last operand but one is summed: x of `x, w`, `b, x, w`; w of `x, w, b`."""
+    return 2 * math.prod(call.results[0].shape) * call.operands[-2].shape[-1]
 
 
 rule(aten.linear.default, "... k+, n k+, n -> ... n", linear=bias_or_not, added=(2,), flops=_flops)
@@ -37,8 +34,8 @@ def addmm(call: Call) -> Signature:
     return call.fit([bias, [*names[:-1], "k+"], [*names[:-2], "k+", "n"]], [names])
 
 
-rule(aten.addmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)
-rule(aten.baddbmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)
+rule(aten.addmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops)
+rule(aten.baddbmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops)
 
 
 def matmul(call: Call) -> Signature:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import fx
 
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
-from shardc.rules.core.registry import LocalCall, Rule, fallback, rule
-from shardc.rules.core.shared_signatures import all_whole, each_operand, names_of, whole_names
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.shared_signatures import all_whole, broadcast, each_operand, names_of, whole_names
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
-from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-
-
-def broadcast(call: Call) -> Signature:
-    """Split every dim of the result; an operand lacks a factor where its dim is missing or of size one."""
-    names = names_of(len(call.results[0].shape))
-    ins, outs = ([names[len(names) - len(v.shape) :] for v in side] for side in (call.operands, call.results))
-    return call.fit(ins, outs)
 
 
 def to_float(call: Call) -> str:
@@ -30,7 +21,7 @@ def to_float(call: Call) -> str:
 
 def fill_zero(call: Call) -> str:
     """Return the linear operands of a fill: the filled tensor, if the value is zero."""
-    return "0" if call.arg(2, "value") == 0 and not isinstance(call.arg(2, "value"), Operand) else ""
+    return "0" if call.arg("value") == 0 and not isinstance(call.arg("value"), Operand) else ""
 
 
 for _op in (aten.add.Tensor, aten.sub.Tensor):
@@ -61,15 +52,14 @@ rule(aten.masked_fill.Tensor, broadcast, linear="0 2")
 
 
 def first_only(call: Call) -> Signature:
-    """Split dims of the first operand elementwise; keep the others whole (type_as, bucketize)."""
+    """Split dims of the first operand elementwise; keep the others whole (type_as, fake_quantize)."""
     names = names_of(len(call.results[0].shape))
     return call.fit([names, *(whole_names(v, f"x{j}_") for j, v in enumerate(call.operands) if j)], [names])
 
 
 def unreduced(call: Call) -> Signature:
     """Split elementwise losses, as the canonical pass leaves them; keep all whole if the loss reduces."""
-    reduction = next((i for i, a in enumerate(call.target._schema.arguments) if a.name == "reduction"), -1)
-    return broadcast(call) if call.arg(reduction, "reduction", 1) == 0 else all_whole(call)
+    return broadcast(call) if call.arg("reduction") == 0 else all_whole(call)
 
 
 for _op in (
@@ -98,7 +88,7 @@ rule(aten.prelu.default, prelu)
 def per_channel(call: Call) -> Signature:
     """Split fake_quantize(x, scale[c], zero[c], dim): every channel has its own scale and zero."""
     names = names_of(len(call.operands[0].shape))
-    channel = [names[int(call.arg(3, "axis"))]]
+    channel = [names[int(call.arg("axis"))]]
     return call.fit([names, channel, channel], [names])
 
 
@@ -106,7 +96,6 @@ for _op in (aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per
     rule(_op, first_only)
 rule(aten.fake_quantize_per_channel_affine.default, per_channel)
 rule(aten.type_as.default, first_only, linear=to_float)
-rule(aten.bucketize.Tensor, first_only)
 
 rule(torch.ops.shardc.with_gradient_of.default, broadcast, linear="0 1")
 
@@ -142,18 +131,6 @@ for _op in (
     rule(_op, broadcast)
 
 
-@fallback
-def pointwise(op: Any) -> Rule | None:
-    """Return the rule of any op that torch tags as pointwise."""
-    if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
-        return Rule(op, broadcast)
-    return None
-
-
-def local_size(position: int) -> Any:
-    """Return a `local` that replaces the size argument at a position by the rank's own shape."""
-
-    def local(call: LocalCall) -> Any:
-        return call.same(**{f"_{position}": list(call.out_shape)})
-
-    return local
+def local_size(call: LocalCall) -> fx.Node:
+    """Replace the size by that of the rank's part."""
+    return call.same(size=list(call.out_shape))

@@ -7,8 +7,7 @@ from torch import fx
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
-from shardc.rules.core.shared_signatures import names_of
-from shardc.rules.pointwise import broadcast
+from shardc.rules.core.shared_signatures import broadcast, names_of
 from shardc.runtime import ops
 from shardc.runtime.rng import Digits, Paddings
 

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def recurrent(call: Call) -> Signature:
     """Split b: x[t, b, i] (or [b, t, i]), states [layers, b, h], weights -> y[t, b, o], states."""
     states = len(call.results)
-    batch_dims = [0 if call.arg(8, "batch_first") else 1, *[1] * (states - 1)]
+    batch_dims = [0 if call.arg("batch_first") else 1, *[1] * (states - 1)]
 
     def dims(values: Sequence[Value], mark: str) -> list[list[str]]:
         each = [whole_names(v, f"{mark}{j}_") for j, v in enumerate(values)]

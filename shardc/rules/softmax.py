@@ -27,15 +27,9 @@ aten = torch.ops.aten
 PARTS = "normaliser"
 
 
-def _dims(call: Call) -> list[int]:
-    """Return the dims that the softmax is over."""
-    dims, ndim = call.arg(1, "dim", -1), len(call.operands[0].shape)
-    return sorted(call.dim(d) for d in ([dims] if isinstance(dims, int) else dims or range(ndim)))
-
-
 def elements(call: Call) -> int:
     """Return how many elements are normalised together."""
-    return math.prod(call.operands[0].shape[d] for d in _dims(call))
+    return math.prod(call.operands[0].shape[d] for d in call.dims())
 
 
 def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
@@ -44,7 +38,7 @@ def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> I
     The vocabulary-parallel loss works the same way (Megatron-LM, Shoeybi et al. 2019, section 3).
     """
     x, result = call.operands[0], call.results[0].shape
-    for p in splits_of(x, _dims(call), n, available[0]):
+    for p in splits_of(x, call.dims(), n, available[0]):
         if not p.mirrored:
             yield Strategy(PARTS, (p,), (p if result == x.shape else REPLICATE,))
 
@@ -54,7 +48,7 @@ def local_softmax(call: LocalCall) -> fx.Node:
     split = call.axes(PARTS)
     if not split:
         return call.same()
-    x, out, dims = call.call.operands[0], call.call.results[0], _dims(call.call)
+    x, out, dims = call.call.operands[0], call.call.results[0], sorted(call.call.dims())
     axes, layout, dtype = call.mesh.merge(split), call.inputs[0], wide(call.call.operands[0].dtype)
     value, grad = per_row(call, dims, split, dtype), out.requires_grad
     terms = call.args[0]
@@ -84,6 +78,6 @@ def _cast(call: LocalCall, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     return x if target == dtype else call.emit(aten._to_copy.default, (x,), {"dtype": target})
 
 
-rule(aten.logsumexp.default, reduced(1, "dim", summed=False), local=local_softmax, extra=by_parts)
+rule(aten.logsumexp.default, reduced, local=local_softmax, extra=by_parts)
 for _op in (aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default):
-    rule(_op, whole_dims((1, "dim", -1)), local=local_softmax, extra=by_parts)
+    rule(_op, whole_dims, local=local_softmax, extra=by_parts)

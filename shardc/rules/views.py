@@ -119,12 +119,12 @@ def _permuted(call: Call, order: Sequence[int]) -> Signature:
 
 
 def permute(call: Call) -> Signature:
-    return _permuted(call, [call.dim(d) for d in call.arg(1, "dims")])
+    return _permuted(call, [call.dim(d) for d in call.arg("dims")])
 
 
 def transpose(call: Call) -> Signature:
     order = list(range(len(call.operands[0].shape)))
-    a, b = call.dim(call.arg(1, "dim0")), call.dim(call.arg(2, "dim1"))
+    a, b = call.dim("dim0"), call.dim("dim1")
     order[a], order[b] = order[b], order[a]
     return _permuted(call, order)
 
@@ -148,13 +148,13 @@ def expand(call: Call) -> Signature:
     return call.fit([names[len(names) - len(call.operands[0].shape) :]], [names])
 
 
-rule(aten.expand.default, expand, linear="0", local=local_size(1))
-rule(aten.broadcast_to.default, expand, linear="0", local=local_size(1))
+rule(aten.expand.default, expand, linear="0", local=local_size)
+rule(aten.broadcast_to.default, expand, linear="0", local=local_size)
 
 
 def repeat(call: Call) -> Signature:
     """Split every dim as (repeats, dim): major digits are copies, of which each rank may make some."""
-    x, times = call.operands[0].shape, call.arg(1, "repeats")
+    x, times = call.operands[0].shape, call.arg("repeats")
     names = [""] * (len(times) - len(x)) + names_of(len(x))
     out = [f"r{i} {n}" if t != 1 else n for i, (t, n) in enumerate(zip(times, names, strict=True))]
     return call.fit([names_of(len(x))], [out], **{f"r{i}": t for i, t in enumerate(times) if t != 1})
@@ -162,17 +162,17 @@ def repeat(call: Call) -> Signature:
 
 def local_repeat(call: LocalCall) -> fx.Node:
     """Repeat as often as this rank needs."""
-    x, times = call.call.operands[0].shape, call.call.arg(1, "repeats")
-    local = (1,) * (len(times) - len(x)) + call.inputs[0].local_shape(x, call.mesh)
-    return call.same(_1=[t if not s else o // s for t, s, o in zip(times, local, call.out_shape, strict=True)])
+    x, times = call.call.operands[0].shape, call.call.arg("repeats")
+    local = (1,) * (len(times) - len(x)) + call.local(0)
+    return call.same(repeats=[t if not s else o // s for t, s, o in zip(times, local, call.out_shape, strict=True)])
 
 
 rule(aten.repeat.default, repeat, linear="0", local=local_repeat)
 
 
 def repeat_interleave(call: Call) -> Signature:
-    n, dim = len(call.operands[0].shape), call.arg(2, "dim")
-    if dim is None or not isinstance(call.arg(1, "repeats"), int):
+    n, dim = len(call.operands[0].shape), call.arg("dim")
+    if dim is None or not isinstance(call.arg("repeats"), int):
         return call.fit([names_of(n, range(n))], [["o!"]])
     d, names = call.dim(dim), names_of(n)
     return call.fit([names], [[*names[:d], f"d{d} r", *names[d + 1 :]]])
@@ -180,12 +180,12 @@ def repeat_interleave(call: Call) -> Signature:
 
 def local_repeat_interleave(call: LocalCall) -> fx.Node:
     """Repeat as often as this rank needs, and set output_size where the call has it."""
-    dim, news = call.call.arg(2, "dim"), {}
-    if dim is not None and isinstance(call.call.arg(1, "repeats"), int):
+    dim, news = call.call.arg("dim"), {}
+    if dim is not None and isinstance(call.call.arg("repeats"), int):
         d = call.call.dim(dim)
-        size = call.inputs[0].local_shape(call.call.operands[0].shape, call.mesh)[d]
-        news = {"_1": call.out_shape[d] // size} if call.split("r") else {}
-        news |= {"output_size": call.out_shape[d]} if call.call.arg(3, "output_size") is not None else {}
+        size = call.local(0)[d]
+        news = {"repeats": call.out_shape[d] // size} if call.split("r") else {}
+        news |= {"output_size": call.out_shape[d]} if call.call.arg("output_size") is not None else {}
     return call.same(**news)
 
 
@@ -201,7 +201,7 @@ def cut(call: Call) -> Signature:
     One of equal parts: the dim is (part, place in it); every k-th entry: (place, part); the place may be split. A slice
     of all entries is the tensor itself; for any other range the dim stays whole.
     """
-    x, d = call.operands[0].shape, _cut_dim(call)
+    x, d = call.operands[0].shape, call.dim("dim")
     size, names = call.results[0].shape[d], names_of(len(x))
     start, _, step = _range(call)
     if size == x[d] and step == 1:
@@ -212,14 +212,10 @@ def cut(call: Call) -> Signature:
     return call.fit(*([[*names[:d], dim, *names[d + 1 :]]] for dim in (inside, out)))
 
 
-def _cut_dim(call: Call) -> int:
-    return call.dim(call.arg(1, "dim", 0))
-
-
 def _range(call: Call) -> tuple[int, int, int]:
     """Return start, stop and step of a slice, as numbers from 0 to the dim's size."""
-    size = call.operands[0].shape[_cut_dim(call)]
-    return slice(call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)).indices(size)
+    size = call.operands[0].shape[call.dim("dim")]
+    return slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(size)
 
 
 def local_range(call: Call, size: int, own: int) -> tuple[int, ...]:
@@ -227,46 +223,45 @@ def local_range(call: Call, size: int, own: int) -> tuple[int, ...]:
     start, _, step = _range(call)
     if step != 1:
         return start, own, step
-    start = start // call.results[0].shape[_cut_dim(call)] * size
+    start = start // call.results[0].shape[call.dim("dim")] * size
     return start, start + size
 
 
 def local_cut(call: LocalCall) -> fx.Node:
     """Slice the same part of this rank's entries if the dim is split; do nothing if all are taken."""
-    d = _cut_dim(call.call)
+    d = call.call.dim("dim")
     if not call.inputs[0].shards(d):
         return call.same()
-    size, local = call.out_shape[d], call.inputs[0].local_shape(call.call.operands[0].shape, call.mesh)[d]
+    size, local = call.out_shape[d], call.local(0)[d]
     if size in (local, 0):  # an empty part has no rule that splits the dim
         return call.args[0]  # type: ignore[no-any-return]
     return call.emit(aten.slice.Tensor, (call.args[0], d, *local_range(call.call, size, local)), {})
 
 
 rule(aten.slice.Tensor, cut, linear="0", local=local_cut)
-rule(aten.narrow.default, whole_dims((1, "dim", 0)), linear="0")
-rule(aten.flip.default, whole_dims((1, "dims", None)), linear="0")
-rule(aten.roll.default, whole_dims((2, "dims", None)), linear="0")
+for _op in (aten.narrow.default, aten.flip.default, aten.roll.default):
+    rule(_op, whole_dims, linear="0")
 
 
 def select(call: Call) -> Signature:
     """Keep the dim of x.select(dim, i) or x.unbind(dim) whole; results lack it."""
-    n, d = len(call.operands[0].shape), call.dim(call.arg(1, "dim", 0))
+    n, d = len(call.operands[0].shape), call.dim("dim")
     names = names_of(n, {d})
     return call.fit([names], [names[:d] + names[d + 1 :] for _ in call.results])
 
 
 def by_owner(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies to select an entry of a split dim: others add zeros, cheaper than a gather."""
-    for p in splits_of(call.operands[0], {call.dim(call.arg(1, "dim"))}, n, available[0]):
+    for p in splits_of(call.operands[0], {call.dim("dim")}, n, available[0]):
         yield Strategy("owner", (p,), (PARTIAL,))
 
 
 def local_select(call: LocalCall) -> fx.Node:
-    d = call.call.dim(call.call.arg(1, "dim"))
+    d = call.call.dim("dim")
     if not call.axes("owner"):
         return call.same()
     size, (digits, wide) = call.call.operands[0].shape[d], call.digits(0, d)
-    index, (_, s) = call.call.arg(2, "index") % size, call.inputs[0].shards(d)[0]
+    index, (_, s) = call.call.arg("index") % size, call.inputs[0].shards(d)[0]
     index += index // (size // s.blocks) * s.padding  # its index in the padded dim
     return call.emit(ops.select_partial, (call.args[0], call.mesh_node, d, digits, wide, index), {})
 
@@ -276,27 +271,24 @@ rule(aten.unbind.int, select, linear="0")
 
 
 def pad(call: Call) -> Signature:
-    n, amounts = len(call.operands[0].shape), call.arg(1, "pad")
+    n, amounts = len(call.operands[0].shape), call.arg("pad")
     touched = {n - 1 - i // 2 for i, a in enumerate(amounts) if a}
     names = names_of(n, touched)
     return call.fit([names], [[f"o{i}!" if i in touched else n for i, n in enumerate(names)]])
 
 
-rule(aten.constant_pad_nd.default, pad, linear=lambda c: "0" if c.arg(2, "value", 0) == 0 else "")
-rule(aten.pad.default, pad, linear=lambda c: "" if c.arg(3, "value") else "0")
+rule(aten.constant_pad_nd.default, pad, linear=lambda c: "0" if c.arg("value") == 0 else "")
+rule(aten.pad.default, pad, linear=lambda c: "" if c.arg("value") else "0")
 
 
 def split(call: Call) -> Signature:
     """Split a digit inside equal parts: the dim is (parts, part). Unequal parts: see `by_sections`."""
-    d, parts = _split_dim(call), [r.shape[_split_dim(call)] for r in call.results]
+    d = call.dim("dim")
+    parts = [r.shape[d] for r in call.results]
     before, after = (names := names_of(len(call.operands[0].shape)))[:d], names[d + 1 :]
     equal = len(set(parts)) == 1
     outs = [[*before, "c" if equal else f"c{i}!", *after] for i in range(len(parts))]
     return call.fit([[*before, "k! c" if equal else f"d{d}!", *after]], outs)
-
-
-def _split_dim(call: Call) -> int:
-    return call.dim(call.arg(2, "dim", 0))
 
 
 def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
@@ -304,7 +296,7 @@ def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -
 
     [16] by sections 8|2 2|4, in parts of 8, 4 and 4:   8 plain, 4 by its digit 2, 4 plain
     """
-    d = _split_dim(call)
+    d = call.dim("dim")
     parts = tuple(r.shape[d] for r in call.results)
     cut = (p for p in available[0] if isinstance(p, Shard) and p.dim == d and p.sections)
     for p in sorted(cut, key=lambda p: p.sections):
@@ -332,7 +324,7 @@ def in_sections(p: Shard, size: int) -> tuple[int, ...]:
 
 
 def local_split(call: LocalCall) -> fx.Node:
-    d = _split_dim(call.call)
+    d = call.call.dim("dim")
     sizes = [o.local_shape(r.shape, call.mesh)[d] for o, r in zip(call.outputs, call.call.results, strict=True)]
     return call.emit(aten.split_with_sizes.default, (call.args[0], sizes, d), {})
 
@@ -346,11 +338,7 @@ def cat(call: Call) -> Signature:
 
     Empty parts do not count; torch allows them to be 1-d where the others have more dims.
     """
-    d = (
-        call.dim(call.arg(1, "dim", 0))
-        if len(call.operands[0].shape) > 1
-        else call.arg(1, "dim", 0) % len(call.results[0].shape)
-    )
+    d = call.dim("dim") if len(call.operands[0].shape) > 1 else call.arg("dim") % len(call.results[0].shape)
     n = len(call.results[0].shape)
     before, after = (names := names_of(n))[:d], names[d + 1 :]
     parts = [v.shape[d] if len(v.shape) == n else 0 for v in call.operands]
@@ -362,7 +350,7 @@ def cat(call: Call) -> Signature:
 
 def stack(call: Call) -> Signature:
     n = len(call.results[0].shape)
-    names = names_of(n, {d := call.arg(1, "dim", 0) % n})
+    names = names_of(n, {d := call.arg("dim") % n})
     return call.fit([names[:d] + names[d + 1 :] for _ in call.operands], [names])
 
 
@@ -381,7 +369,7 @@ rule(aten.triu.default, last_two_whole, linear="0")
 
 def diagonal(call: Call) -> Signature:
     """Keep both dims of x.diagonal(offset, dim1, dim2) whole; they become one, the last."""
-    a, b = call.dim(call.arg(2, "dim1", 0)), call.dim(call.arg(3, "dim2", 1))
+    a, b = call.dim("dim1"), call.dim("dim2")
     names = names_of(len(call.operands[0].shape), {a, b})
     return call.fit([names], [[*(n for i, n in enumerate(names) if i not in (a, b)), "o!"]])
 
@@ -392,7 +380,7 @@ rule(aten.diagonal.default, diagonal, linear="0")
 def diag_embed(call: Call) -> Signature:
     """Keep the last dim whole, and the two dims that it becomes."""
     x, y = len(call.operands[0].shape), len(call.results[0].shape)
-    pair = [call.arg(i, n, d) % y for i, n, d in ((2, "dim1", -2), (3, "dim2", -1))]
+    pair = [call.arg("dim1") % y, call.arg("dim2") % y]
     names = names_of(x, {x - 1})
     rest = iter(names)
     return call.fit([names], [[f"o{i}!" if i in pair else next(rest) for i in range(y)]])
@@ -403,7 +391,7 @@ rule(aten.diag_embed.default, diag_embed, linear="0")
 
 def unfold(call: Call) -> Signature:
     """Keep dim whole in x.unfold(dim, size, step): windows along dim, their elements in a new last dim."""
-    d = call.dim(call.arg(1, "dimension"))
+    d = call.dim("dimension")
     names = names_of(len(call.operands[0].shape), {d})
     return call.fit([names], [[*names[:d], "o!", *names[d + 1 :], "w!"]])
 

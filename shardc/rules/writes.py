@@ -13,6 +13,8 @@ from shardc.rules.core.registry import LocalCall, SignatureOf, rule
 from shardc.rules.views import cut, diagonal, local_range
 
 aten = torch.ops.aten
+#: The view that each op writes into.
+_VIEWS = {aten.slice_scatter.default: aten.slice.Tensor, aten.diagonal_scatter.default: aten.diagonal.default}
 
 
 def into(view: SignatureOf) -> SignatureOf:
@@ -29,7 +31,8 @@ def into(view: SignatureOf) -> SignatureOf:
 def _read(call: Call) -> Call:
     """Return the call of the view that this call writes into."""
     x, source = call.operands
-    return replace(call, args=(call.args[0], *call.args[2:]), operands=(x,), results=(source,))
+    args = (call.args[0], *call.args[2:])
+    return replace(call, target=_VIEWS[call.target], args=args, operands=(x,), results=(source,))
 
 
 def local_cut_written(call: LocalCall) -> fx.Node:
@@ -37,10 +40,10 @@ def local_cut_written(call: LocalCall) -> fx.Node:
 
     If the slice takes all entries, return the source.
     """
-    d = call.call.dim(call.call.arg(2, "dim", 0))
+    d = call.call.dim("dim")
     if not call.inputs[0].shards(d):
         return call.same()
-    size, local = call.inputs[1].local_shape(call.call.operands[1].shape, call.mesh)[d], call.out_shape[d]
+    size, local = call.local(1)[d], call.out_shape[d]
     if local == size:
         return call.args[1]  # type: ignore[no-any-return]
     return call.emit(call.call.target, (*call.args[:2], d, *local_range(_read(call.call), size, local)), {})

@@ -7,10 +7,9 @@ fields.py        kinds of values, such as an axis          names.py           pa
 
 The grammar of the sections:
 shard_section.py       shard, activations, outputs         batch_section.py       batch
-data_section.py        data: gradients, ZeRO, offload      sequence_section.py    sequence
+data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, execution
 module_sections.py     experts                             precision_section.py   precision, 8-bit products
-run_section.py         run, how `shardc run` trains        step_sections.py       pipeline, checkpoint, loss, execution
-                                                           optional features add theirs: shardc.features
+run_section.py         run, how `shardc run` trains        optional features add theirs: shardc.features
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import nearest
 from shardc.spec import yaml_reader
 from shardc.spec.batch_section import Batch
-from shardc.spec.check import Check, data_axes, resolve_mesh
+from shardc.spec.check import Check, data_axes, resolve_mesh, token_axes
 from shardc.spec.data_section import Data
 from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
@@ -39,7 +38,6 @@ from shardc.spec.names import Names
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.schema import Form, On, whole_form
-from shardc.spec.sequence_section import Sequence
 from shardc.spec.shard_section import DimShard, Style, Use
 from shardc.spec.step_sections import Checkpoint, Execution, Loss, Pipeline
 from shardc.spec.yaml_reader import Document, Places, say
@@ -58,7 +56,6 @@ __all__ = [
     "Pipeline",
     "Precision",
     "Run",
-    "Sequence",
     "ShardRule",
     "Spec",
     "Style",
@@ -118,7 +115,6 @@ class Spec:
     shard_axis: str = "tp"
     activations: tuple[ActivationRule, ...] = ()
     outputs: tuple[OutputRule, ...] = ()
-    sequence: Sequence | None = None
     pipeline: Pipeline | None = None
     data: Data = field(default_factory=Data)
     experts: tuple[Expert, ...] = ()
@@ -247,7 +243,7 @@ class Spec:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes that split the batch: batch.axes if set, else those of `check.data_axes` and expert_axes."""
-        axes = data_axes(self.batch, self.data, self.mesh.names, self.sequence)
+        axes = data_axes(self.batch, self.data, self.mesh.names, self.token_axes)
         if self.batch.axes is not None:
             return axes
         return tuple(n for n in self.mesh.names if n in axes or n in self.expert_axes)
@@ -258,14 +254,14 @@ class Spec:
         return math.prod(map(self.mesh.size, self.data_axes))
 
     @property
-    def sequence_axes(self) -> tuple[str, ...]:
-        """The axes that split the sequence, outermost first."""
-        return self.sequence.axis if self.sequence is not None else ()
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split each row of inputs, outermost first (shardc.features.sequence)."""
+        return tuple(token_axes(self.sections))
 
     @property
-    def sequence_ranks(self) -> int:
-        """The number of parts into which ranks split the sequence."""
-        return math.prod(map(self.mesh.size, self.sequence_axes))
+    def token_ranks(self) -> int:
+        """The number of parts into which ranks split each row."""
+        return math.prod(map(self.mesh.size, self.token_axes))
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -283,7 +279,7 @@ class Spec:
         ]
         axes |= {s.axis for dims in entries for shards in dims.values() for s in shards}
         axes |= {self.shard_axis} if self.shard_use else set()
-        axes |= {*self.sequence_axes, *([self.pipeline.axis] if self.pipeline else [])}
+        axes |= {*self.token_axes, *([self.pipeline.axis] if self.pipeline else [])}
         return frozenset(axes)
 
     def where(self, path: tuple[str | int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Define `batch`: how inputs of a step are split by rows. (sequence_section: along the sequence.)
+"""Define `batch`: how inputs of a step are split by rows. (shardc.features.sequence: along the sequence.)
 
 An input [8, 1024] on dp=2 × cp=2, with batch: {microbatches: 2} and sequence: {axis: cp}:
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardc.errors import Errors
-from shardc.ir.mesh import MAX_RANKS, Mesh
+from shardc.ir.mesh import MAX_RANKS, Mesh, is_data_axis
 from shardc.ir.patterns import nearest
+from shardc.optional import registered
 from shardc.spec.batch_section import Batch
 from shardc.spec.data_section import Data
 from shardc.spec.module_sections import EXPERTS_AXIS
 from shardc.spec.schema import Form
-from shardc.spec.sequence_section import Sequence
 from shardc.spec.shard_section import DimShard
 from shardc.spec.yaml_reader import Path, Places, reach
 
@@ -69,15 +69,21 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
 _SPLITS = {"shard": "weights", "activations": "activations", "outputs": "outputs"}
 
 
-def data_axes(batch: Batch, data: Data, names: Iterable[str], sequence: Sequence | None) -> tuple[str, ...]:
+def token_axes(sections: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the axes that split each row of inputs, outermost first, with their places; sections: by name."""
+    return {axis: path for axes in registered("section", "token_axes") for axis, path in axes(sections)}
+
+
+def data_axes(batch: Batch, data: Data, names: Iterable[str], tokens: Collection[str]) -> tuple[str, ...]:
     """Return the axes that split the batch: batch.axes if set, else axes dp, dp_* and those of data.axis.
 
-    An axis of the sequence may be in data.axis too: then it shards parameters, and does not split the batch.
+    tokens: the axes that split rows. They may be in data.axis too: then they shard parameters, and do not split the
+    batch.
     """
     if batch.axes is not None:
         return batch.axes
-    of_data = {a for a in data.axis if sequence is None or a not in sequence.axis}
-    return tuple(n for n in names if n == "dp" or n.startswith("dp_") or n in of_data)
+    of_data = {a for a in data.axis if a not in tokens}
+    return tuple(n for n in names if is_data_axis(n) or n in of_data)
 
 
 @dataclass(frozen=True)
@@ -100,13 +106,14 @@ class Check:
         for path, dims in self.dims():
             self.one_value(path, dims)
         self.jobs()
-        self.sequence()
         self.batch()
         self.pipeline()
         self.gathers()
         self.offload()
         self.lists()
         self.lengths()
+        for check in registered("section", "check"):
+            check(self)
 
     def lengths(self) -> None:
         """Require `pad` with `lengths`: only the user knows which numbers are neutral padding."""
@@ -150,9 +157,8 @@ class Check:
             for dim, shards in dims.items():
                 for i, s in enumerate(shards):
                     yield s.axis, self.axis_path(path, dim, i), _SPLITS[str(path[0])]
-        if f.sequence:
-            for i, axis in enumerate(f.sequence.axis):
-                yield axis, ("sequence", "axis", i), "the sequence"
+        for axis, path in token_axes(dict(f)).items():
+            yield axis, path, "the sequence"
         if f.pipeline:
             yield f.pipeline.axis, ("pipeline", "axis"), "the pipeline"
         for i, expert in enumerate(f.experts):
@@ -193,7 +199,7 @@ class Check:
     def _other_than_tp(self, before: str, after: str) -> str:
         """Return the fix if the mesh has no tp: an axis without another use, if there is one."""
         taken = {axis for axis, _, job in self.uses() if job != "weights"} | set(
-            data_axes(self.form.batch, self.form.data, self.names, self.form.sequence)
+            data_axes(self.form.batch, self.form.data, self.names, token_axes(dict(self.form)))
         )
         free = [n for n in self.names if n not in taken]
         sizes = "".join(f"{n}: {self.form.mesh[n]}, " for n in self.names)
@@ -244,29 +250,12 @@ class Check:
             if pipeline and axis == pipeline.axis and path != ("pipeline", "axis"):
                 fault = f"axis {axis!r} is the pipeline's and cannot split {job} too"
                 self.add(path, fault, "give the pipeline its own axis")
-        sequence = self.form.sequence
-        batch = data_axes(self.form.batch, self.form.data, self.names, sequence)
-        for i, axis in enumerate(sequence.axis if sequence else ()):
+        tokens = token_axes(dict(self.form))
+        batch = data_axes(self.form.batch, self.form.data, self.names, tokens)
+        for axis, path in tokens.items():
             if axis in batch:
                 fault = f"axis {axis!r} already splits the batch"
-                self.add(("sequence", "axis", i), fault, "give the sequence its own axis, e.g. cp")
-
-    def sequence(self) -> None:
-        """Check that each axis of the sequence occurs once, and has a method."""
-        s = self.form.sequence
-        if s is None:
-            return
-        for i, axis in enumerate(s.axis):
-            if axis in s.axis[:i]:
-                self.add(("sequence", "axis", i), f"axis {axis!r} is written twice", "write it once")
-        for pattern, methods in s.method.items():
-            if len(methods) not in (1, len(s.axis)):
-                path = reach(self.value, ("sequence", "method", pattern))
-                fault = f"{len(methods)} methods for the {len(s.axis)} axes of the sequence"
-                self.add(path, fault, "write one for all axes, or one for each in their order")
-            elif (methods * len(s.axis))[: len(s.axis)].count("ring") > 1:
-                path = reach(self.value, ("sequence", "method", pattern))
-                self.add(path, "a ring runs over one axis", "write [ring, ulysses] or [ring, gather]")
+                self.add(path, fault, "give the sequence its own axis, e.g. cp")
 
     def batch(self) -> None:
         if self.form.batch.rows is not None and self.form.batch.microbatches > 1:
@@ -309,7 +298,7 @@ class Check:
                 f"parameters can be offloaded at zero: 3 only; this spec has zero: {data.zero}",
                 "write zero: 3, or parameters: none",
             )
-        if not data.axis and not any(n == "dp" or n.startswith("dp_") for n in self.names):
+        if not data.axis and not any(map(is_data_axis, self.names)):
             self.add(
                 path,
                 "the mesh has no data axis over which parameters are gathered",

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from shardc.spec.fields import Axes, Place, Positive, Section
 
+#: Sizes of a gradient bucket in MiB, if the spec names none.
+LEAST, MOST = 25, 256
+
 
 class Offload(Section):
     """Where optimizer state and parameters are kept: none = on the device, cpu, or a directory on disk."""
@@ -15,10 +18,17 @@ class Offload(Section):
     optimizer: Place = Field(default="none", examples=["cpu"])
     parameters: Place = Field(default="none", examples=["cpu"])
 
+    @property
+    def used(self) -> dict[str, str]:
+        """{kind of state: place} of the state that is kept off the device."""
+        places = {"optimizer": self.optimizer, "parameters": self.parameters}
+        return {kind: place for kind, place in places.items() if place != "none"}
+
 
 class Data(Section):
-    """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*; [outer, inner] = sharded in inner, replicated
-    over outer; what is split over inner already, as experts are over ep, is sharded in outer.
+    """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*, or without these the axes of `sequence`;
+    [outer, inner] = sharded in inner, replicated over outer; what is split over inner already, as experts are over ep,
+    is sharded in outer.
     """
 
     axis: Axes = Field(default=(), description="data axis; [dp_outer, dp] = HSDP", examples=["dp"])
@@ -29,7 +39,7 @@ class Data(Section):
     )
     bucket_mb: Positive | None = Field(
         default=None,
-        description="size of a bucket in MB (default: 1 for each rank that sums it, at least 25 and at most 256)",
+        description=f"size of a bucket in MiB (default: 1 for each rank that sums it, {LEAST} to {MOST})",
         examples=[25],
     )
     prefetch: Annotated[int, Field(ge=0)] = Field(
@@ -41,9 +51,9 @@ class Data(Section):
     offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
 
     def bucket_bytes(self, ranks: int = 1) -> float:
-        """Return the bytes of a bucket that so many ranks reduce: by default 1 MB per rank, 25 to 256 MB.
+        """Return the bytes of a bucket that so many ranks reduce: by default 1 MiB per rank, from LEAST to MOST.
 
-        In a ring each rank sends one part at a time, which should take longer than the latency: 1 MB takes 20 us at 50
-        GB/s between machines (8 us of latency), and more than that inside one. With ZeRO 3 larger buckets cost memory.
+        In a ring each rank sends one part at a time, which should take longer than the latency: between machines 1 MiB
+        takes 20 us at 50 GB/s, and the latency is 8 us. With ZeRO 3 larger buckets cost memory.
         """
-        return (self.bucket_mb or min(max(25.0, ranks), 256.0)) * 2**20
+        return (self.bucket_mb or min(max(LEAST, ranks), MOST)) * 2**20

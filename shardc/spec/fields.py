@@ -46,7 +46,7 @@ def malformed(expected: str, fix: str) -> PydanticCustomError:
     return PydanticCustomError("form", "form", {"expected": expected, "fix": fix})
 
 
-def as_list(value: Any) -> Any:
+def one_or_many(value: Any) -> Any:
     """Convert one word, or a list of words, to a tuple."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,) if isinstance(value, str) else value
 
@@ -61,6 +61,7 @@ def is_axis(name: str) -> bool:
 
 
 def axis_name(value: str) -> str:
+    """Check the name of an axis in a section, which may be the compiler's MICROBATCH."""
     if value != MICROBATCH and not is_axis(value):
         raise wrong(
             "{value} is not a valid axis name", "letters, digits and _, e.g. dp, tp, dp_outer", value=say(value)
@@ -69,6 +70,7 @@ def axis_name(value: str) -> str:
 
 
 def mesh_axis(value: str) -> str:
+    """Check the name of an axis of the mesh, which may not be the compiler's."""
     if value == MICROBATCH:
         fix = "choose another name, e.g. dp; microbatches are `batch: {microbatches: N}`"
         raise wrong("{value} is an axis name that the compiler uses", fix, value=say(value))
@@ -133,11 +135,13 @@ def _chosen(value: str) -> str:
 Axis = Annotated[str, AfterValidator(axis_name)]
 Pattern = Annotated[str, AfterValidator(module_pattern)]
 ONE_OR_MANY_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-Axes = Annotated[tuple[Axis, ...], BeforeValidator(as_list), WithJsonSchema(ONE_OR_MANY_SCHEMA)]
+Axes = Annotated[tuple[Axis, ...], BeforeValidator(one_or_many), WithJsonSchema(ONE_OR_MANY_SCHEMA)]
 ONE_OR_MANY = PlainSerializer(lambda value: value[0] if len(value) == 1 else list(value))
 #: Patterns that choose modules or weights; a leading ! excludes them; the last match counts.
 Choices = Annotated[
-    tuple[Annotated[str, AfterValidator(_chosen)], ...], BeforeValidator(as_list), WithJsonSchema(ONE_OR_MANY_SCHEMA)
+    tuple[Annotated[str, AfterValidator(_chosen)], ...],
+    BeforeValidator(one_or_many),
+    WithJsonSchema(ONE_OR_MANY_SCHEMA),
 ]
 Positive = Annotated[float, AfterValidator(positive), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
 Count = Annotated[int, Field(ge=1)]

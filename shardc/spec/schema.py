@@ -22,7 +22,6 @@ from shardc.spec.fields import Count, Pattern, Section, as_tuple, mesh_axis, wro
 from shardc.spec.module_sections import Expert
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
-from shardc.spec.sequence_section import Sequence
 from shardc.spec.shard_section import Boundary, Dims, DimsOrWhole, ShardForm, ShardSection
 from shardc.spec.step_sections import Checkpoint, Execution, Loss, Pipeline
 from shardc.spec.yaml_reader import say
@@ -92,7 +91,6 @@ class Form(Section):
         description="layout of the outputs: {dim: axis}, or whole (default: a rank's rows, all else whole)",
         examples=[{"logits": {2: "tp"}}],
     )
-    sequence: Sequence | None = Field(default=None, examples=[{"axis": "cp"}])
     pipeline: Pipeline | None = Field(default=None, examples=[{"axis": "pp", "stages": 4}])
     data: Data = Field(default=Data(), examples=[{"zero": 2}])
     experts: Annotated[tuple[Expert, ...], BeforeValidator(as_tuple)] = Field(

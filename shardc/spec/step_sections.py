@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from shardc.runtime.schedule import SCHEDULES
-from shardc.spec.fields import ONE_OR_MANY_SCHEMA, Axis, Count, Pattern, Section, as_list, as_tuple, schedule_name
+from shardc.spec.fields import ONE_OR_MANY_SCHEMA, Axis, Count, Pattern, Section, as_tuple, one_or_many, schedule_name
 
 
 class Pipeline(Section):
@@ -17,7 +17,7 @@ class Pipeline(Section):
 
     axis: Axis = Field(description="mesh axis of the stages", examples=["pp"])
     stages: Count | None = Field(default=None, description="cut by cost into N stages", examples=[4])
-    cut: Annotated[tuple[str, ...], BeforeValidator(as_list), WithJsonSchema(ONE_OR_MANY_SCHEMA)] | None = Field(
+    cut: Annotated[tuple[str, ...], BeforeValidator(one_or_many), WithJsonSchema(ONE_OR_MANY_SCHEMA)] | None = Field(
         default=None, description="cut before these modules", examples=[["model.layers.8"]]
     )
     balance: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] | None = Field(
@@ -30,7 +30,7 @@ class Pipeline(Section):
 
 class Loss(Section):
     """Cross entropy behind a linear layer, as a language model's head is. chunks: the rows of its logits are computed
-    in so many parts, forward and again in backward: they never all exist, for one more product.
+    in so many parts, forward and again in backward: they never all exist, but the product is computed twice.
     """
 
     chunks: Count = Field(

@@ -5,8 +5,10 @@ moves. Other files only read private attributes of public objects where torch ha
 (`OpOverload._schema`, `._overloadname`) and a module's own tables (`nn.Module._parameters`, `._buffers`,
 `._backward_hooks`, ...); and they call two ops without a public name (`torch._grouped_mm`, `torch._ctc_loss`).
 
+pyproject.toml has the oldest torch; "torch 2.11" in a comment marks code for it.
+
 traced_graphs    while a model is traced to a graph        autograd       within a backward pass; optimizers' hooks
-replacements     temporary replacements of torch functions inductor       the compiler
+replacements     of torch functions, for a while           inductor       the compiler
 fake_tensors     tensors without data                      processes      groups, their store, workers
 ops              overloads and decompositions              gpu            CUDA's allocator and streams
 module_walks     walks over a model's modules              graph_nodes    fast creation of graph nodes

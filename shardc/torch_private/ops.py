@@ -92,5 +92,5 @@ if torch.__version__ < "2.13":
 
 
 def multiplies_float8_on_cpu() -> bool:
-    """Return whether torch has a kernel of `scaled_mm` for the CPU: 2.11 has none."""
+    """Return whether torch has a kernel of `scaled_mm` for the CPU: torch 2.11 has none."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")

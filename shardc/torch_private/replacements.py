@@ -34,7 +34,7 @@ def replaced_engine(function: Callable[..., Any]) -> AbstractContextManager[Any]
 
 
 def plain_checkpoints() -> AbstractContextManager[Any]:
-    """Let non-reentrant checkpoints only run their function: traced when nested, they turn gradients off."""
+    """Let non-reentrant checkpoints just call their function: if nested, their trace would turn gradients off."""
 
     def nothing(*_: Any, **__: Any) -> Iterator[None]:
         yield

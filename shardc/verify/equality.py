@@ -166,7 +166,7 @@ def _compiled(program: Program, seed: int) -> tuple[list[Finding], float | None]
     """Compare the compiled step with the same step line by line. Return findings and the worst difference."""
     if not any(fused_regions(g) for s in program.stages if s.joint is not None for g in s.joint.graphs.values()):
         fault, fix = "nothing of this program is compiled", "write `execution: {compile: layers}` in the spec"
-        if program.spec is not None and program.spec.execution.compile == "layers":
+        if program.spec.execution.compile == "layers":
             fault = "no lines of this program are worth compiling: calling them as one costs what it saves"
             fix = "compile it for a larger batch"
         return [Finding("execution.compile", fault, fix)], None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor
 from shardc import torch_modes
 from shardc.call_arguments import checked
 from shardc.errors import ShardcError
-from shardc.ir.metadata import Collective, CommRecord
+from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.ir.units import plural
+from shardc.optional import registered
 from shardc.runtime.checks import user_changes
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -164,8 +166,8 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
         _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
         for name, value in r.outputs.items():
             _check_replica(ranks[0].outputs[name], value, f"the output {name!r} on rank {rank}")
-    causes = _causes(program)
-    comms = [Comm(c.kind, c.axis, c.bytes, c.direction, causes.get(c.tag, c.tag)) for c in ranks[0].records]
+    cause = causes(program)
+    comms = [Comm(c.kind, c.axis, c.bytes, c.direction, cause(c)) for c in ranks[0].records]
     return Simulation(ranks[0].loss, grads, state, comms, ranks[0].outputs)
 
 
@@ -208,9 +210,41 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
     raise ReplicasDifferError(fault, name)
 
 
-def _causes(program: Program) -> dict[str, str]:
-    """Return the cause of each collective, by the tag of its record."""
-    nodes = [n for stage in program.stages for n in stage.graph.nodes]
-    collectives: dict[str, Collective] = {n.name: n.meta["collective"] for n in nodes if n.meta.get("collective")}
-    causes = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
-    return {**causes, "grad_norm": "norm of the gradients", **{name: c.cause for name, c in collectives.items()}}
+#: The cause of a collective that no annotation of the spec implies.
+IMPLICIT = "no annotation implies it"
+#: The tag of a record (the name of a node or of a bucket), with "send_recv" between stages, or the kind of a host copy.
+Tag = tuple[str, str]
+
+
+def tag(r: CommRecord) -> Tag:
+    return r.tag, r.kind if r.kind == "send_recv" or r.axes == HOST_LINK else ""
+
+
+def causes(program: Program) -> Callable[[CommRecord], str]:
+    """Return a function that finds the cause of a collective that ran, or of a copy to the host."""
+    stages = [n for s in program.stages for n in s.graph.nodes if "collective" in n.meta]
+    # a placeholder of a later stage may have the name of the collective whose result it receives
+    nodes = {(n.name, "send_recv" if n.op == "placeholder" else ""): n.meta["collective"] for n in stages}
+    buckets = {f"bucket{i}": b for i, b in enumerate(program.buckets)}
+    regions = {r.name: r.cause for r in program.regions}
+    others = {"loss": "the loss, to every rank", "outputs": "outputs beside the loss"}
+    others |= {"grad_norm": "norm of the gradients"}
+    others |= {b.name: "new values of buffers" for b in program.buffers}
+    others |= {o.name: f"output {o.name!r}, to every stage" for o in program.outputs}
+    for of_feature in registered("runtime", "CAUSES", program.features):
+        others |= of_feature
+
+    def cause(r: CommRecord) -> str:
+        if r.axes == HOST_LINK:
+            return regions.get(r.tag) or r.tag
+        b = buckets.get(r.tag)
+        scales = b is not None and r.kind == "all_reduce" and b.shard in r.axes  # of a gather in 8 bits
+        if b is not None and r.direction == "update":
+            return "updated parameters"
+        if b is not None and r.kind != "all_gather" and not scales:
+            return "gradients, in buckets"
+        if (c := nodes.get(tag(r))) is not None:
+            return (c.cause or IMPLICIT) + (": scales" if scales else "")
+        return others.get(r.tag) or others.get(r.tag.rstrip("0123456789"), r.tag)
+
+    return cause

@@ -304,13 +304,13 @@ def fixed(count_of_stages: int) -> Iterator[tuple[str, Attack]]:
     for i, text in enumerate(SCHEDULES):
         yield f"a schedule {i}", _bytes("schedule.txt", text.encode())
     for path in ("/dev/zero", "/dev/stdin", "/proc/self/mem", "/etc/passwd", "/", "pipe", "\0", "~/x", "a" * 9_000):
-        yield f"source_main {path[:20]!r}", _table("manifest.json", lambda t, p=path: t["meta"].update(source_main=p))
+        yield f"main source {path[:20]!r}", _source(main=path)
         yield f"model_ref {path[:20]!r}", _table("manifest.json", lambda t, p=path: t["meta"].update(model_ref=p))
+        yield f"source {path[:20]!r}", _source(files={path: {"x": "y"}})
         yield (
-            f"source {path[:20]!r}",
-            _table("manifest.json", lambda t, p=path: t["meta"].update(source={p: {"x": "y"}})),
+            f"offload {path[:20]!r}",
+            _bytes("spec.yaml", f"shardc: 1\nmesh: {{dp: 2}}\ndata: {{offload: {{optimizer: {path!r}}}}}\n".encode()),
         )
-        yield f"offload {path[:20]!r}", _table("layouts.json", lambda t, p=path: t.update(offload={"optimizer": p}))
         yield (
             f"spec's schedule {path[:20]!r}",
             _bytes(
@@ -318,7 +318,7 @@ def fixed(count_of_stages: int) -> Iterator[tuple[str, Attack]]:
                 f"shardc: 1\nmesh: {{pp: 2, dp: 2}}\npipeline: {{axis: pp, stages: 2, schedule: {path!r}}}\n".encode(),
             ),
         )
-    yield "source_main is a link of the folder's", _linked_source
+    yield "the main source is a link of the folder's", _linked_source
     for name in ("stage0.py", "single.py", "layouts.json", "manifest.json", "spec.yaml", "constants.safetensors"):
         for kind in ("link", "loop", "pipe", "folder", "missing", "pickle", "torch", "empty", "large"):
             yield f"{name} is a {kind}", _other(name, kind)
@@ -541,7 +541,12 @@ def _other(name: str, kind: str) -> Attack:
 
 def _linked_source(folder: Path) -> None:
     (folder / "m.py").symlink_to("/dev/zero")
-    _table("manifest.json", lambda t: t["meta"].update(source_main=str(folder / "m.py")))(folder)
+    _source(main=str(folder / "m.py"))(folder)
+
+
+def _source(**entries: Any) -> Attack:
+    source = {"main": "m.py", "python": [3, 11], "files": {"": {"x": "y"}}, **entries}
+    return _table("manifest.json", lambda t: t["meta"].update(source=source))
 
 
 def every(count: int, seed: int = 0) -> Iterator[tuple[str, Attack, int]]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import shardc
 from shardc.api import Program
 from shardc.artifact import emit, parser
-from shardc.ir.offload import OffloadPlaces
 from shardc.ir.source import Source
 from shardc.ir.stage import Stage
 from shardc.report.text import before
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.spec import Spec
 from tests import example_text, zoo
 from tests.test_equal import spec_of
 
@@ -66,7 +66,7 @@ def test_texts_are_fixed_points(name: str) -> None:
         given = {n.name: n.meta["value"] for n in graph.nodes if n.op == "placeholder"}
         del given["mesh"], given["rng"]
         text = emit.module(graph, p, "again")
-        back = parser.graph_of(text, p.mesh, given)
+        back = parser.Reader(text, p.mesh, given).run()
         assert emit.module(back, p, "again") == text
         for old, new in zip(graph.nodes, back.nodes, strict=True):
             assert (old.op, old.name, old.target) == (new.op, new.name, new.target)
@@ -121,7 +121,7 @@ def _through(source: Source) -> Source:
     node = next(n for n in graph.nodes if n.name == "square")
     node.meta["source"] = source
     text = emit.module(graph, p, "odd")
-    back = parser.graph_of(text, p.mesh, types(p))
+    back = parser.Reader(text, p.mesh, types(p)).run()
     assert emit.module(back, p, "odd") == text
     found: Source = next(n for n in back.nodes if n.name == "square").meta["source"]
     return found
@@ -156,7 +156,7 @@ def test_arguments_print_and_parse(argument: Any) -> None:
     node.args = (node.args[0], argument)
     text = emit.module(graph, p, "arguments")
     compile(text, "text", "exec")
-    back = next(n for n in parser.graph_of(text, p.mesh, types(p)).nodes if n.name == "square").args[1]
+    back = next(n for n in parser.Reader(text, p.mesh, types(p)).run().nodes if n.name == "square").args[1]
     assert back == argument
     assert type(back) is type(argument) or isinstance(argument, list)
 
@@ -202,10 +202,10 @@ def test_the_artifact_comes_back_the_same(name: str, tmp_path: Path) -> None:
 
 
 def test_what_the_engine_acts_on_comes_back(tmp_path: Path) -> None:
+    sections = {"precision": {"loss_scale": "dynamic"}, "data": {"offload": {"optimizer": "cpu"}, "bucket_mb": 2}}
     fields = {
         "shared_modules": (("a", "b"),),
-        "loss_scale": "dynamic",
-        "offload": OffloadPlaces(optimizer="cpu", page_mb=2.0),
+        "spec": Spec.load({"shardc": 1, "mesh": {"dp": 2, "tp": 2}, **sections}),
     }
     first = replace(example_text.program(), **fields)
     first.save(tmp_path / "out")
@@ -283,7 +283,7 @@ def damaged(folder: Path, file: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "what"),
     [
-        ("manifest.json", '"format": 2', '"format": 99', "artifact of format 99"),
+        ("manifest.json", '"format": 3', '"format": 99', "artifact of format 99"),
         ("manifest.json", "{", "", "is not JSON"),
         ("manifest.json", '"sha256"', '"md5"', "is not the manifest of a shardc artifact"),
         ("manifest.json", '"mesh"', '"mush"', "mesh: Field required"),
@@ -324,7 +324,7 @@ def test_damaged_artifacts(tmp_path: Path, file: str, old: str, new: str, what: 
         ("    wte_weight,", "    wtf_weight,", "'wte_weight' is missing, 'wtf_weight' is not listed"),
         (" ~dp grad\n", " ~qp grad\n", "the mesh has no axis qp"),
         ("  # f64[", "  # f32[", "in the layouts"),
-        ("all_gather/", "all_gather\\", "cannot read the collective"),
+        ("all_gather/", "all_gather\\", "cannot read 'all_gather"),
         ("    return (", "    import os; return (", "cannot read 'import os'"),
         (")  # f64[", ")  # f99[", "not a type"),
         (" = aten", " == aten", "cannot read"),

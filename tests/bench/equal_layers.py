@@ -35,21 +35,14 @@ import shardc  # noqa: E402
 from shardc.capture import capture  # noqa: E402
 from shardc.runtime.mesh.loopback import loopback  # noqa: E402
 from shardc.runtime.stage.interpreter import Interpreter  # noqa: E402
+from tests.bench import shapes  # noqa: E402
 from tests.gpt3 import GPT3  # noqa: E402
 
 SPEC: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 4, "tp": 8}, "shard": {"use": "model"}}
 
 
 def model(layers: int) -> tuple[torch.nn.Module, Any]:
-    config = LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        use_cache=False,
-    )
+    config = LlamaConfig(**shapes.llama("70B", num_hidden_layers=layers))
     with torch.device("meta"):
         ids = torch.zeros(4, 4096, dtype=torch.int64)
         return LlamaForCausalLM(config).bfloat16(), {"input_ids": ids, "labels": ids}

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
-from shardc.ir.offload import HOST_LINK  # noqa: E402
+from shardc.ir.metadata import HOST_LINK  # noqa: E402
 
 REGION = {"match": "h.*", "save": ["linear"]}
 HOST = REGION | {"offload": "cpu"}
@@ -51,7 +51,7 @@ def main() -> None:
     for name, row in ROWS.items():
         spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": {"compute": "bfloat16"}, **row}
         cost = shardc.compile(model, batch, spec, prove=False).cost("h100-80g")
-        copies = sum(s.seconds for s in cost.spans()[0] if s.record.axes == HOST_LINK)
+        copies = sum(s.seconds for s in cost.streams[0].spans if s.record.axes == HOST_LINK)
         waited = cost.exposed.get(HOST_LINK[0], 0.0)
         cells = (f"{1e3 * x:.1f} ms" for x in (cost.step_seconds, copies, waited))
         sizes = (f"{x / 1e9:.2f} GB" for x in (cost.memory.peak, cost.memory.host))

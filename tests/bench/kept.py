@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import shardc
 from shardc.cost.dry_run import dry_run
 from shardc.cost.kept_activations import storages
+from tests.bench import shapes
 from tests.gpt3 import gpt3
 
 TP = 8
@@ -40,19 +41,8 @@ def gpt(layers: int) -> Case:
 def _of_transformers(model: Callable[[Any], Any], config: Callable[..., Any], layers: int, **sizes: Any) -> Case:
     """Of Llama 3 8B's layers."""
     with torch.device("meta"):
-        made = model(
-            config(
-                hidden_size=4096,
-                intermediate_size=14336,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                num_hidden_layers=layers,
-                max_position_embeddings=4096,
-                tie_word_embeddings=False,
-                use_cache=False,
-                **sizes,
-            )
-        ).train()
+        fields = {"vocab_size": 32000, "max_position_embeddings": 4096, "num_hidden_layers": layers}
+        made = model(config(**shapes.llama("8B", **fields, **sizes))).train()
         ids = torch.zeros(2, 4096, dtype=torch.int64)
     spec = {
         "shard": {"use": "model"},
@@ -63,12 +53,12 @@ def _of_transformers(model: Callable[[Any], Any], config: Callable[..., Any], la
 
 
 def llama(layers: int) -> Case:
-    return _of_transformers(LlamaForCausalLM, LlamaConfig, layers, vocab_size=32000)
+    return _of_transformers(LlamaForCausalLM, LlamaConfig, layers)
 
 
 def mixtral(layers: int) -> Case:
     """Mixtral 8x7B."""
-    return _of_transformers(MixtralForCausalLM, MixtralConfig, layers, vocab_size=32000, sliding_window=None)
+    return _of_transformers(MixtralForCausalLM, MixtralConfig, layers, sliding_window=None)
 
 
 def kept(make: Callable[[int], Case], kinds: list[str]) -> float:

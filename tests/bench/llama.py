@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,11 @@ FULL = Size(layers=8, hidden=512, heads=8, inter=1408, vocab=8192, batch=4, seq=
 QUICK = Size(
     layers=4, hidden=64, heads=4, inter=128, vocab=512, batch=4, seq=32
 )  # tries the harness; its figures say nothing
-MANY_ROWS = replace(FULL, batch=16)  # more to compute for each byte of a parameter that is sent
 GPU = Size(layers=8, hidden=2048, heads=16, inter=5632, vocab=32000, batch=8, seq=1024)  # 0.54 billion parameters
 SMALL = Size(
     layers=8, hidden=256, heads=4, inter=512, vocab=1024, batch=4, seq=128
 )  # its ops take less than their host
-SIZE = {"quick": QUICK, "rows": MANY_ROWS, "gpu": GPU}.get(
-    os.environ.get("SHARDC_BENCH", ""), FULL
-)  # processes inherit it
+SIZE = {"quick": QUICK, "gpu": GPU}.get(os.environ.get("SHARDC_BENCH", ""), FULL)  # processes inherit it
 
 
 def model() -> nn.Module:

@@ -80,7 +80,7 @@ def work(rank: int, name: str) -> dict[str, list[tuple[float, float]]]:
             way = WAYS[(i + k) % 3]
             checks.compares = way != "nothing compared"
             checks._loop = watch if way == "all compared" else _Off()  # type: ignore[assignment]
-            watch._noting = way == "all compared"
+            watch._compares = way == "all compared"
             torch.distributed.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):

@@ -34,6 +34,7 @@ from gloo import on_ranks
 import shardc
 from shardc.features.matrices.owners import owners
 from shardc.features.matrices.owners import work as cost
+from tests.bench import shapes
 
 #: Rows of 256 tokens in a step; of each microbatch of two ranks.
 ROWS, MICRO = 128, 16
@@ -141,18 +142,8 @@ def predict() -> None:
     """Seconds of a step with AdamW for all, and with Muon for matrices; and the bytes that the priced rank sends."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(LlamaConfig(**shapes.llama("8B")))
     for rows, share in ((256, 1), (64, 4)):
         ids = torch.empty(rows, 4096, dtype=torch.int64, device="meta")
         for name, spec in LARGE.items():

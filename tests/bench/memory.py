@@ -45,6 +45,7 @@ What can differ is what such a dry run cannot see:
   memory that is counted separately ("host"), collectives make no buffers of their own. Kernels are the CPU's: a GPU's attention may keep other statistics.
 - *Values.* Experts are taken to be chosen evenly. "moe" has a router that does so; "mixtral" one with random weights, and so few tokens that some
   ranks get many more than others: its rows do not count for the worst.
+- *Other shards*: an optimizer on the host is updated page by page, and its pages differ between ranks, as their shards do. The last rank is predicted.
 - *What is no tensor*: on a GPU add what the allocator keeps for itself, and the workspaces of kernels (cuBLAS, NCCL).
 
 | model | setting | rank | predicted, bytes | measured, bytes | difference | host, predicted | measured | at the peak | where |
@@ -55,13 +56,6 @@ LAYERS = {
     "llama": "model.layers.*",
     "bert": "*.encoder.layer.*",
     "t5": "{encoder,decoder}.block.*",
-    "resnet": "blocks.*",
-}
-NESTED = {
-    "gpt": "h.*",
-    "llama": "model.layers.*",
-    "bert": "*.encoder.layer.*.attention",
-    "t5": "decoder.block.*",
     "resnet": "blocks.*",
 }
 EXPERTS = {"moe": "moe", "mixtral": "*.mlp.experts"}

@@ -20,20 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import shardc
 from shardc.cost.step import Cost
 from shardc.report.comm import comm_rows
+from tests.bench import shapes
 
 Seconds = defaultdict[str, float]
 
 MICROBATCHES, TOKENS, LAYERS = 4, 4096, 4
-SHAPE: dict[str, Any] = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": LAYERS,
-    "max_position_embeddings": TOKENS,
-    "tie_word_embeddings": False,
-    "use_cache": False,
-}
+SIZES: dict[str, Any] = {"vocab_size": 32000, "max_position_embeddings": TOKENS}
 SP = {
     "shard": {
         "model.embed_tokens": "vocab",
@@ -51,15 +43,13 @@ DUAL = {"mesh": {"pp": 2, "tp": 8}, **SP, "pipeline": {"axis": "pp", "stages": 4
 
 
 def llama(layers: int = LAYERS) -> Any:
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPE | {"num_hidden_layers": layers}))
+    return LlamaForCausalLM(LlamaConfig(**shapes.llama("70B", num_hidden_layers=layers, **SIZES)))
 
 
 def mixtral() -> Any:
-    """Mixtral 8x7B's shape."""
-    sizes = {**SHAPE, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-    return MixtralForCausalLM(
-        MixtralConfig(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2, sliding_window=None, **sizes)
-    )
+    """Mixtral 8x7B's shape: layers as those of Llama 3 8B, with 8 experts."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+    return MixtralForCausalLM(MixtralConfig(**shapes.llama("8B", num_hidden_layers=LAYERS, **SIZES, **experts)))
 
 
 def simulated(make: Any, rows: int, microbatches: int, spec: dict[str, Any]) -> tuple[Cost, Seconds, Seconds]:

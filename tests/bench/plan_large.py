@@ -15,7 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.bench import shapes
 
 #: https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
 DEEPSEEK: dict[str, Any] = {
@@ -44,31 +47,11 @@ DEEPSEEK: dict[str, Any] = {
 #: (config, options)
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "llama-405b": (
-        {
-            "model_type": "llama",
-            "num_hidden_layers": 126,
-            "hidden_size": 16384,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 8,
-            "intermediate_size": 53248,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": False,
-        },
+        shapes.llama("405B", model_type="llama", max_position_embeddings=131072),
         "--batch 1 --seq 8192 --devices 16384 --device h100-80g --global-batch 2048",
     ),
     "llama-8b": (
-        {
-            "model_type": "llama",
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 14336,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": False,
-        },
+        shapes.llama("8B", model_type="llama", max_position_embeddings=131072),
         "--batch 1 --seq 8192 --devices 64 --device h100-80g --global-batch 256",
     ),
     "deepseek-v3": (DEEPSEEK, "--batch 1 --seq 4096 --devices 2048 --device h100-80g --global-batch 16384"),

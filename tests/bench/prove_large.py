@@ -10,27 +10,24 @@ from __future__ import annotations
 import argparse
 import logging
 import resource
+import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import shardc
+from tests.bench import shapes
 
 WEIGHTS = {"model.embed_tokens": "vocab", "*.{q,k,v}_proj": "column", "*.o_proj": "row", "lm_head": "column"}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-405b": (
-        lambda layers: transformers.LlamaConfig(
-            num_hidden_layers=layers,
-            hidden_size=16384,
-            num_attention_heads=128,
-            num_key_value_heads=8,
-            intermediate_size=53248,
-            vocab_size=128256,
-            max_position_embeddings=131072,
-        ),
+        lambda layers: transformers.LlamaConfig(**shapes.llama("405B", num_hidden_layers=layers)),
         {
             "mesh": {"pp": 16, "dp": 64, "tp": 8},
             "shard": {**WEIGHTS, "*.{gate,up}_proj": "column", "*.down_proj": "row"},

@@ -30,6 +30,8 @@ from torch import nn
 import shardc
 from shardc.cost import Device, device
 from shardc.plan import Candidate
+from tests.bench import shapes
+from tests.bench.plan_large import DEEPSEEK, MODELS
 from tests.gpt3 import gpt3
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "measured" / "published.md"
@@ -47,6 +49,8 @@ NOTES = """\
 NARAYANAN = "Narayanan et al. 2021 (arXiv 2104.04473)"
 KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), table 5"
 LLAMA = "Llama Team 2024 (arXiv 2407.21783v3), table 4, p. 10"
+AUTOMODEL = "NeMo AutoModel, docs/performance-summary.md at 01926a5c"
+MCORE = "Megatron Core, megatron/core/transformer/moe/README.md at 022bcb5a, 468 TFLOP/s"
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bfd"
 
 
@@ -216,25 +220,16 @@ FLOAT8: dict[str, Any] = {
     "compute": "bfloat16",
     "products": {"recipe": "fp8-tensorwise", "match": ["*", "!lm_head"]},
 }
-COMMON: dict[str, Any] = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
-COMMON |= {"max_position_embeddings": 131072, "tie_word_embeddings": False}
-SIZES = {
-    "8B": (32, 4096, 32, 14336),
-    "70B": (80, 8192, 64, 28672),
-    "405B": (126, 16384, 128, 53248),
-}
 
 
 def llama(size: str) -> dict[str, Any]:
-    layers, hidden, heads, wide = SIZES[size]
-    own = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide}
-    return COMMON | own
+    return shapes.llama(size, model_type="llama", rope_theta=500000.0, max_position_embeddings=131072)
 
 
 def model_flops(size: str, sequence: int) -> float:
     """Of a token, forward and backward: 6 N + 12 L h s (Chowdhery et al. 2022, appendix B), attention's whole square."""
-    layers, hidden, heads, wide = SIZES[size]
-    weights = layers * (2 * hidden**2 * (1 + 8 / heads) + 3 * hidden * wide) + hidden * COMMON["vocab_size"]
+    layers, hidden, heads, wide = shapes.SIZES[size]
+    weights = layers * (2 * hidden**2 * (1 + 8 / heads) + 3 * hidden * wide) + hidden * shapes.VOCAB
     return 6 * weights + 12 * layers * hidden * sequence
 
 
@@ -331,8 +326,141 @@ def torchtitan() -> Iterator[Published]:
     yield one("FSDP 32, TP 8, compiled, float8", 4, "70B", 829, 71.9, 512, two, compiled=True)
 
 
+# --- models with experts
+
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+}
+GPT_OSS_20B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+}
+GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
+#: https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+NEMOTRON_NANO: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 52,
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "vocab_size": 131072,
+}
+MIXTRAL_8X7B: dict[str, Any] = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "sliding_window": None,
+}
+
+
+def automodel() -> Iterator[Published]:
+    """Step times of the table; mapping, recompute and dtypes of its recipes (examples/benchmark/configs)."""
+    rows = (  # model, GPUs, batch, pp, ep, stages on a rank, microbatches, all recomputed, seconds
+        ("Qwen3 30B-A3B", QWEN3_30B, 8, 512, 1, 8, 1, 16, True, 21.773),
+        ("GPT-OSS 20B", GPT_OSS_20B, 8, 256, 1, 8, 1, 16, False, 10.04),
+        ("GPT-OSS 120B", GPT_OSS_120B, 64, 512, 1, 64, 1, 4, False, 4.30),
+        ("DeepSeek-V3", DEEPSEEK, 256, 512, 4, 64, 8, 8, True, 8.18),
+        ("Kimi K2", MODELS["kimi-k2"][0], 256, 512, 8, 32, 4, 16, True, 8.86),
+        ("Nemotron 3 Nano 30B", NEMOTRON_NANO, 8, 512, 1, 8, 1, 16, True, 15.614),
+    )
+    for name, config, gpus, batch, pp, ep, each, microbatches, recomputed, taken in rows:
+        spec: dict[str, Any] = {
+            "shardc": 1,
+            "mesh": {"pp": pp, "dp": gpus // (pp * ep), "ep": ep},
+            "shard": {"use": "model"},
+            "data": {"axis": ["dp", "ep"], "zero": 3, "keep": True},
+            "precision": {"compute": "bfloat16"},
+            "batch": {"microbatches": microbatches},
+        }
+        if pp > 1:
+            spec["pipeline"] = {"axis": "pp", "stages": pp * each, "schedule": "interleaved"}
+        if recomputed:
+            spec["checkpoint"] = [{"match": "model.layers.*"}]
+        yield Published(
+            f"{name}, FSDP, EP {ep}, PP {pp} x {each}, {gpus} GPUs",
+            AUTOMODEL,
+            taken,
+            gpus,
+            device("h100-80g"),
+            config | {"dtype": "bfloat16"},
+            batch,
+            spec,
+            sequence=4096,
+        )
+
+
+def megatron_experts() -> Iterator[Published]:
+    c = MIXTRAL_8X7B
+    hidden, layers, wide, heads = (
+        c[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+    )
+    weights = layers * (2 * hidden**2 * (1 + 8 / heads) + 2 * 3 * hidden * wide) + hidden * c["vocab_size"]
+    token = 6 * weights + 12 * layers * hidden * 4096  # with attention's whole square, as in Megatron-LM's formula
+    yield Published(
+        "Mixtral 8x7B, EP 8, PP 4 x 8, DP 2, 64 GPUs",
+        MCORE,
+        256 * 4096 * token / (64 * 468e12),
+        64,
+        device("h100-80g"),
+        c,
+        256,
+        {
+            "shardc": 1,
+            "mesh": {"pp": 4, "dp": 2, "ep": 8},
+            "shard": {"use": "model"},
+            "data": {"axis": ["dp", "ep"], "zero": 1},
+            "precision": {"compute": "bfloat16"},
+            "batch": {"microbatches": 16},
+            "pipeline": {"axis": "pp", "stages": 32, "schedule": "interleaved"},
+        },
+        sequence=4096,
+    )
+
+
 def all_of_them() -> Iterator[Published]:
     yield from torchtitan()
+    yield from automodel()
+    yield from megatron_experts()
     yield from llama_team()
     yield from korthikanti()
     yield from narayanan()

@@ -170,9 +170,11 @@ class Runs:
             (self.folder / "fault.new").write_text(f"{rank} {place}")
             (self.folder / "fault.new").rename(self.folder / "fault")
         else:
-            os.kill(
-                int((self.folder / f"rank{rank}").read_text()), signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-            )
+            number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+            try:
+                os.kill(int((self.folder / f"rank{rank}").read_text()), number)
+            except ProcessLookupError:  # the run has ended meanwhile
+                return None
         when = "starting" if not steps else place if kind == "exception" else "training"
         fault = Fault(kind, self.launcher, rank, when)
         self.watch(process, fault, time.monotonic())

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import shardc
@@ -18,6 +19,7 @@ from shardc.cli.ranks import worker
 from shardc.cli.ranks.job import Job
 from shardc.errors import ShardcError
 from shardc.runtime.launch import free_port
+from shardc.runtime.mesh import presence
 from tests import warm
 
 MODEL = """
@@ -533,16 +535,17 @@ def test_an_error_of_all_ranks_is_told_once(files: Path) -> None:
     assert not silent.strip()
 
 
-def test_a_rank_alone_tells_its_error_without_frames_of_torch(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_rank_whose_store_is_gone_tells_its_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The process that held the store is gone."""
-    world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in world.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(common, "LATE", 0.3)
+    """The process that held it was killed."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    del server
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(presence, "joined", lambda: (client, 1, 2))
     common.once("model.py:3: no", lambda: print("model.py:3: no"))
-    assert capfd.readouterr() == ("model.py:3: no\n", "")
+    assert capsys.readouterr().out == "model.py:3: no\n"
 
 
 OWN_OP = """

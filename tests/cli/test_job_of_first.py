@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def publish(folder: Path, made: Any) -> None:
-    Ranks(Named("model.py"), None, lambda *_: None, folder, True, ExitStack()).publish(made)
+    Ranks(Named("model.py"), None, lambda *_: None, folder, True).publish(made)
 
 
 def test_the_first_makes_it_and_the_others_read(file: Path, as_rank: Callable[[int], None]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from shardc import torch_private
 from shardc.cli.model_file import load, seed_everything
 from shardc.cli.options import given
-from shardc.cli.ranks.save_lock import SaveLock
+from shardc.cli.ranks.save_lock import lock, lock_all
 from shardc.cli.ranks.start import run_folder
 from shardc.cli.ranks.step_lines import StepLines, duration
 from shardc.cli.ranks.training_data import Batches, _taken_over
@@ -339,21 +339,17 @@ def test_a_run_that_failed_begins_again_from_its_last_checkpoint(folder: Path) -
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
 
 
-def test_a_signal_saves_and_says_where(folder: Path) -> None:
-    with subprocess.Popen(
-        command(folder, "slow", "--steps", "100000", "--save", "out"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-    ) as process:
-        assert process.stdout is not None
-        assert any(line.startswith("step ") for line in process.stdout)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM after step" in errors
-    assert "saved to out; continue with --resume out" in errors
+def test_a_signal_saves_and_says_where(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (log := folder / "log").touch()
+    process = warm.start(*command(folder, "slow", "--steps", "100000", "--save", "out")[1:], log=log)
+    while not re.search("^step ", log.read_text(), re.MULTILINE):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step" in log.read_text()
+    assert "saved to out; continue with --resume out" in log.read_text()
     assert (folder / "out" / "checkpoint").is_dir()
 
 
@@ -422,14 +418,14 @@ def test_new_data_wants_checkpoints_apart(folder: Path) -> None:
 
 
 def test_one_run_at_a_time_saves_to_a_folder(folder: Path) -> None:
-    lock = SaveLock(folder / "out")
+    file = lock(folder / "out")
     done = run(folder, "stream", "--steps", "3", "--save", "out")
     assert done.returncode == 2
     assert f"--save: another run trains into out (process {os.getpid()} on " in done.stderr
     assert "use another folder for this run" in done.stderr
-    lock.release()
-    code = "import os, time; from pathlib import Path; from shardc.cli.ranks.save_lock import SaveLock\n"
-    code += "SaveLock(Path('out'))\n"
+    os.close(file)
+    code = "import os, time; from pathlib import Path; from shardc.cli.ranks.save_lock import lock\n"
+    code += "lock(Path('out'))\n"
     code += "if os.fork(): print('held', flush=True)\ntime.sleep(100)"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=folder, text=True, start_new_session=True
@@ -437,12 +433,12 @@ def test_one_run_at_a_time_saves_to_a_folder(folder: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ShardcError, match="another run trains into"):
-            SaveLock(folder / "out")
+            lock(folder / "out")
         holder.kill()  # what it forked lives on, as a worker of a DataLoader would
         holder.wait()
-        SaveLock(folder / "out").release()
-        SaveLock.of({"--save": str(folder / "out"), "--log": str(folder / "log")})[0].release()
-        assert len(SaveLock.of({"--save": str(folder / "out"), "--log": str(folder / "log" / ".." / "out")})) == 1
+        os.close(lock(folder / "out"))
+        os.close(lock_all({"--save": str(folder / "out"), "--log": str(folder / "log")})[0])
+        assert len(lock_all({"--save": str(folder / "out"), "--log": str(folder / "log" / ".." / "out")})) == 1
         os.killpg(holder.pid, signal.SIGKILL)
 
 

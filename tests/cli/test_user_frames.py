@@ -48,4 +48,4 @@ def test_an_error_in_a_dataloader_of_ones_own_names_its_line() -> None:
     text = users_traceback(e.value.with_traceback(None))
     assert text.count("  File ") == 1
     assert "return 1 / (2 - i)" in text
-    assert text.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert text.rstrip().endswith("ZeroDivisionError: division by zero (in DataLoader worker process 0)")

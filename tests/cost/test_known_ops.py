@@ -74,11 +74,7 @@ def test_a_known_line_is_noted_as_if_torch_had_run_it() -> None:
     def run() -> list[Any]:
         with fake_mode(), FakeLedger(known) as ledger, torch.no_grad():
             x, w = torch.empty(2, 3, 8), torch.empty(4, 8)
-            for target, args in (
-                (aten.mul.Tensor, (x, x)),
-                (aten.linear.default, (x, w)),
-                (aten.layer_norm.default, (x, [8])),
-            ):
+            for target, args in zip(targets, ((x, x), (x, w), (x, [8])), strict=True):
                 ledger.begin(str(target))
                 result = ledger.run_line(target, args, {})
                 assert result.shape[:2] == (2, 3)

@@ -162,7 +162,7 @@ def test_a_column_parallel_products_sum_hides_behind_the_gradient_of_its_weight(
     spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}}
     program = shardc.compile(Pair(), torch.randn(4, 8), spec)
     each = next(n for n in program.stages[0].graph.nodes if n.kwargs.get("overlap"))
-    (span,) = [s for s in program.cost(UNIT).spans()[0] if s.record.tag == each.name]
+    (span,) = [s for s in program.cost(UNIT).streams[0].spans if s.record.tag == each.name]
     assert span.seconds == 2 * 4 * 8 * 4
     assert span.exposed == 0
     assert set(span.behind) == {("backward", "linear_1")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import shardc
-from shardc.ir.source import is_models, is_users
+from shardc.ir.source import is_models, is_users, models_frame
 from shardc.runtime import launch
 
 
@@ -44,3 +45,14 @@ def test_what_looks_at_ops_is_not_the_line_that_calls_them() -> None:
     program = shardc.compile(Model(), {"x": torch.ones(2, 4)}, {"shardc": 1, "mesh": {"dp": 2}})
     assert "x.cos().sum()" in str(program)
     assert "return func(" not in str(program)
+
+
+def test_frames_around_shardcs_command_line_are_not_the_models() -> None:
+    """Those of typer, and of the script that pip has written."""
+    scope: dict[str, Any] = {"__name__": "shardc.cli.run", "models_frame": models_frame, "sys": sys}
+    code = compile("frame = models_frame(sys._getframe())", str(Path(shardc.__file__).with_name("run.py")), "exec")
+    exec(code, scope)
+    assert scope["frame"] is None
+    scope["__name__"] = "shardc.api"
+    exec(code, scope)
+    assert scope["frame"].f_code.co_name == "test_frames_around_shardcs_command_line_are_not_the_models"

@@ -171,7 +171,7 @@ def test_what_trains_is_left_out_and_told_once() -> None:
         assert name in note
     assert not program.regions
     assert not program.buckets
-    assert program.loss_scale is None
+    assert program.spec.precision.loss_scale is None
     check(program)
 
 

@@ -18,7 +18,7 @@ import shardc
 from shardc.api import Program
 from shardc.cost.measured.device_file import device
 from shardc.ir.graph import copy_graph
-from shardc.ir.offload import HOST_LINK
+from shardc.ir.metadata import HOST_LINK
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.seconds import Seconds
@@ -204,7 +204,7 @@ def test_copies_run_beside_computing() -> None:
     spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": {"compute": "bfloat16"}, "checkpoint": checkpoint}
     program = shardc.compile(model, batch, {**spec}, prove=False)
     ours = program.cost("h100-80g")
-    copied = sum(s.seconds for s in ours.spans()[0] if s.record.axes == HOST_LINK)
+    copied = sum(s.seconds for s in ours.streams[0].spans if s.record.axes == HOST_LINK)
     assert 0 < ours.exposed["host link"] < 0.25 * copied
     # of a text by itself: each copy back begins before something that is computed, but for the first
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
@@ -222,7 +222,7 @@ def test_copies_run_beside_computing() -> None:
 def test_copies_have_a_price() -> None:
     program = compiled("gpt", {**TP, **region(save=["linear"])})
     cost = program.cost("h100-80g")
-    spans = [s for s in cost.spans()[0] if s.record.axes == HOST_LINK]
+    spans = [s for s in cost.streams[0].spans if s.record.axes == HOST_LINK]
     assert {s.record.kind for s in spans} == {"offload", "reload"}
     for s in spans:
         assert s.seconds == pytest.approx(device("h100-80g").copy_seconds(s.record.bytes))

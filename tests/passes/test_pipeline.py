@@ -70,6 +70,7 @@ def test_no_pass_changes_the_program_that_it_is_given(monkeypatch: pytest.Monkey
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, forward=True, prove=False)
     tuned = {"adapters": [{"match": "*.fc", "rank": 2}], "optimizer": {"matrices": "whole"}}
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **tuned}, prove=False)
+    shardc.compile(model, batch, {"shardc": 1, "mesh": {"cp": 2}, "sequence": {"axis": "cp"}}, prove=False)
     untried = {entry.name for entry in with_features(PIPELINE)} - ran
     assert untried == {"grouped_mm"}, "it needs a model with grouped products"
 

@@ -27,11 +27,13 @@ from shardc.plan.planner import Planner
 from shardc.plan.price import price
 from shardc.plan.questions import ALIGNED, Largest
 from shardc.plan.rank import Rough, Table, priced
+from shardc.plan.runs import Runs
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.stage import NET, part_of
 from shardc.plan.table import zero
 from shardc.spec import Spec
 from tests import zoo
+from tests.once import once
 
 H100 = device("h100-80g")
 #: Collectives begin after half a millisecond.
@@ -100,14 +102,13 @@ def stack(layers: int = 6) -> tuple[nn.Module, Any]:
 
 
 def planner(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Planner:
-    return Planner(Subject(model, batch, more.get("loss")), on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+    runs = Runs(Subject(model, batch, more.get("loss")), on.kind == "cpu")
+    return Planner(runs, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
 
 
 def elsewhere(q: Planner, on: Device, headroom: float = 0.0) -> Planner:
     """The same model on another device, from the same dry runs."""
-    other = Planner(q.subject, on, "bfloat16", headroom, "it", lambda what, done, of: None)
-    other.__dict__["runs"] = q.runs
-    return other
+    return Planner(q.runs, on, "bfloat16", headroom, "it", lambda what, done, of: None)
 
 
 def first_price(q: Planner, c: Choice) -> Rough:
@@ -123,7 +124,7 @@ def stacked() -> Planner:
     return planner(*stack())
 
 
-@functools.cache
+@once
 def blocks() -> Plan:
     """Of few ops: a plan on two devices."""
     model, batch = stack(2)
@@ -530,7 +531,7 @@ class Attends(nn.Module):
         return torch.nn.functional.cross_entropy(self.head(y.transpose(1, 2).flatten(2)).flatten(0, 1), ids.flatten())
 
 
-@functools.cache
+@once
 def long_rows() -> Plan:
     """Of one row of 131072 tokens on two devices, too long for one by what is reserved, not by live bytes."""
     with torch.device("meta"):

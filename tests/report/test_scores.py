@@ -82,6 +82,16 @@ def test_the_picture_has_every_cell() -> None:
     assert page.markup("overviewPanel()").count("Attention of ") == 2
 
 
+def test_the_page_adds_up_what_a_ring_sends() -> None:
+    """Its parts are unequal: a window needs fewer keys of some ranks than of others."""
+    one = program(method="ring", balance="zigzag")
+    found = data(one, one.cost(), None)
+    sent = sum(way["bytes"] for m in found["messages"] for way in m["ways"])
+    assert sent == sum(row["bytes"] for row in found["rows"] if row["messages"])
+    sizes = {s.record.bytes for s in one.cost().streams[0].spans if s.record.kind == "all_to_all"}
+    assert len(sizes) > 1
+
+
 def test_a_program_without_attention_says_so() -> None:
     spec = {"shardc": 1, "mesh": {"dp": 2}}
     plain = shardc.compile(nn.Linear(4, 4), torch.zeros(4, 4), spec, loss=lambda y, _: y.sum(), prove=False)

@@ -124,7 +124,7 @@ def spelled(op: Any, case: Case, sample: Sample) -> Iterator[tuple[str, Sample]]
     call = case.choices.call
     ranks = {len(v.shape) for v in (*call.operands[:1], *call.results[:1])}
     for position, a in enumerate(op._schema.arguments):
-        now = call.arg(position, a.name, a.default_value if a.has_default_value() else None)
+        now = call.arg(a.name)
         if a.name in DIMS and isinstance(now, int) and not isinstance(now, bool):
             for other in {now - n if now >= 0 else now + n for n in ranks}:
                 yield f"{a.name}={other}", rewritten(sample, position, a.name, other)

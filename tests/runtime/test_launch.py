@@ -29,17 +29,9 @@ def script(tmp_path: Path, body: str) -> list[str]:
 
 
 def alive(tmp_path: Path) -> list[int]:
-    """Process ids of ranks that still run."""
-    found = []
-    for f in tmp_path.glob("pid*"):
-        stat = Path("/proc", f.read_text(), "stat")
-        try:
-            state = stat.read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            continue
-        if state != "Z":  # a zombie is dead: whoever adopted it has not looked yet
-            found.append(int(f.read_text()))
-    return found
+    """Process ids of ranks that still run. A zombie is dead: whoever adopted it has not looked yet."""
+    pids = [int(f.read_text()) for f in tmp_path.glob("pid*")]
+    return [pid for pid in pids if launch.process_state(pid)[0] not in ("", "Z")]
 
 
 def test_all_ranks_run_with_their_coordinates(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -206,8 +198,7 @@ def test_lines_are_shown_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFi
         "for _ in range(3000):\n    if not seen.exists(): time.sleep(0.02)\n"
         "print('late', file=sys.stderr)"
     )
-    command = [sys.executable, "-c", "import sys; from shardc.ir.mesh import Mesh; from shardc.runtime import launch\n"
-               "sys.exit(launch.launch(sys.argv[1:], Mesh((('dp', 2),))))"]  # fmt: skip
+    command = [sys.executable, "-c", LAUNCHER]
     with subprocess.Popen([*command, *script(tmp_path, body)], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as p:
         assert p.stderr is not None
         assert p.stderr.readline() == "early\n"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,17 +18,9 @@ from shardc.spec.foreign_words import KEYS, VALUES, ours
 from shardc.spec.precision_section import DTYPES
 from shardc.spec.schema import Form
 from shardc.spec.shard_section import STYLES
+from tests.spec.test_spec import HEAD, errors_of
 
-HEAD = "shardc: 1\nmesh: {dp: 2, tp: 2}\n"  # wrong specs go on in line 3
-
-
-def errors_of(text: str, **options: Any) -> list[ShardcError]:
-    with pytest.raises(ShardcError) as e:
-        Spec.parse(text, "spec.yaml", **options)
-    return list(e.value.errors)
-
-
-# --- wrong specs: (text, where, part of what, part of fix)
+# --- wrong specs: (text, where, part of what, part of fix); after HEAD they go on in line 3
 
 WHOLE = [  # the whole text
     ("", "1:1", "`shardc` is missing", "write `shardc: 1`"),

@@ -107,8 +107,8 @@ def test_example() -> None:
     assert spec.shard[5].dims == {0: (DimShard(axis="tp", split=3),)}
     assert spec.shard[6].dims == {0: (DimShard(axis="tp", sections=(512, 128, 128)),)}
     assert spec.activations == (ActivationRule("model.layers.*", "output", {1: (DimShard(axis="tp"),)}),)
-    assert spec.sequence is not None
-    assert (spec.sequence.axis, spec.sequence.method, spec.sequence.balance) == (("cp",), {"*": ("ring",)}, "zigzag")
+    sequence = spec.sections["sequence"]
+    assert (sequence.axis, sequence.method, sequence.balance) == (("cp",), {"*": ("ring",)}, "zigzag")
     assert spec.pipeline is not None
     assert (spec.pipeline.stages, spec.pipeline.cut, spec.pipeline.schedule) == (4, None, "1f1b")
     assert (spec.data.axis, spec.data.zero, spec.data.bucket_mb, spec.data.offload.optimizer) == (

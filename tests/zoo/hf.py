@@ -1,10 +1,10 @@
 """transformers' model families, tiny: `build("mistral")` returns (model in train mode, one global batch) as tests/zoo
 does.
 
-A family is a row of data: the model's class, what its config says beyond the common sizes, and its batch. Sizes are
+A family is a row of hf.yaml: the model's class, what its config says beyond the common sizes, and its batch. Sizes are
 those of tests/zoo (2 layers, hidden 64, 8 heads, 8 × 16 tokens), given in the common names of transformers' configs and
 left out where a config has no such field; all probabilities of dropping something are zero. Here: the mechanism, and
-the families that tests/test_models_hf.py tries on every mesh. zoo/hf_more.py has many others.
+the families that tests/test_models_hf.py tries on every mesh. zoo/hf_more.yaml has many others.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 from torch import Tensor
 
 from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, VOCAB, Batch, Built, labels, ready, tokens
@@ -95,6 +97,62 @@ def heard() -> Batch:
     return {"input_features": random(BATCH, 16, 32), "labels": tokens()}
 
 
+def video() -> Batch:
+    return {"pixel_values": random(BATCH, 4, 3, IMAGE, IMAGE), "labels": classes()}
+
+
+def captioned() -> Batch:
+    return {"pixel_values": random(BATCH, 3, IMAGE, IMAGE), "input_ids": tokens(), "labels": labels()}
+
+
+def shown() -> Batch:
+    """Text that begins with the four places of an image."""
+    ids = tokens(VOCAB - 1)
+    ids[:, 1:5] = VOCAB - 1
+    return {"pixel_values": random(BATCH, 3, 2 * PATCH, 2 * PATCH), "input_ids": ids, "labels": labels()}
+
+
+def short_series() -> Batch:
+    return {"past_values": random(BATCH, 32, 3), "future_values": random(BATCH, 4, 3)}
+
+
+def series() -> Batch:
+    """16 steps and 7 of lags before them."""
+    return {
+        "past_values": random(BATCH, 23),
+        "past_time_features": random(BATCH, 23, 2),
+        "past_observed_mask": torch.ones(BATCH, 23),
+        "future_values": random(BATCH, 4),
+        "future_time_features": random(BATCH, 4, 2),
+    }
+
+
+def pixels() -> Batch:
+    """Images as rows of colours of a palette; the last one begins a row."""
+    return {"input_ids": tokens(VOCAB - 1), "labels": labels(VOCAB - 1)}
+
+
+def noisy() -> Batch:
+    """Images, and the numbers by which patches are chosen that are hidden."""
+    return {"pixel_values": random(BATCH, 3, IMAGE, IMAGE), "noise": random(BATCH, 16, seed=6)}
+
+
+def frames() -> Batch:
+    return {"input_features": random(BATCH, SEQ, 16), "labels": classes()}
+
+
+def long_frames() -> Batch:
+    return {"input_features": random(BATCH, 32, 16), "labels": tokens()}
+
+
+def spectrum() -> Batch:
+    return {"input_values": random(BATCH, 32, 16), "labels": classes()}
+
+
+def waveform() -> Batch:
+    return {"input_values": random(BATCH, 2000), "labels": tokens()}
+
+
 @dataclass(frozen=True)
 class Family:
     """model: class in transformers. config: fields beyond SIZES. batch: in float64."""
@@ -108,29 +166,9 @@ def row(model: str, batch: Callable[[], Batch] = causal, **config: Any) -> Famil
     return Family(model, config, batch)
 
 
+#: Of families that tests build otherwise than the tables do.
 GQA = {"num_key_value_heads": 4}
 EXPERTS = {"experts_implementation": "batched_mm"}  # the default has no float64 kernel
-SEQ2SEQ = {
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": 4 * HIDDEN,
-    "decoder_ffn_dim": 4 * HIDDEN,
-    "d_model": HIDDEN,
-    "decoder_start_token_id": 2,
-}
-TEXT = SIZES | {"projection_dim": HIDDEN}
-VISION = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 4 * HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "image_size": IMAGE,
-    "patch_size": PATCH,
-    "projection_dim": HIDDEN,
-}
-VIT = {"image_size": IMAGE, "patch_size": PATCH, "num_labels": CLASSES}
 CONVS = {
     "conv_dim": (HIDDEN, HIDDEN),
     "conv_kernel": (8, 4),
@@ -141,66 +179,25 @@ CONVS = {
     "mask_time_prob": 0.0,
 }
 
-FAMILIES: dict[str, Family] = {
-    # decoders
-    "mistral": row("MistralForCausalLM", **GQA, sliding_window=8),
-    "qwen2": row("Qwen2ForCausalLM", **GQA),
-    "qwen3": row("Qwen3ForCausalLM", **GQA, head_dim=8),
-    "gemma2": row("Gemma2ForCausalLM", **GQA, head_dim=8, sliding_window=8),
-    "phi3": row("Phi3ForCausalLM", **GQA),
-    "gpt_neox": row("GPTNeoXForCausalLM"),
-    "opt": row("OPTForCausalLM", ffn_dim=4 * HIDDEN, word_embed_proj_dim=HIDDEN),
-    "bloom": row("BloomForCausalLM"),
-    "falcon": row("FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=4),
-    "falcon_7b": row("FalconForCausalLM"),
-    "falcon_alibi": row("FalconForCausalLM", alibi=True, multi_query=False),
-    "mpt": row("MptForCausalLM", max_seq_len=64),
-    "persimmon": row("PersimmonForCausalLM"),
-    # encoder and decoder
-    "bart": row("BartForConditionalGeneration", **SEQ2SEQ),
-    # encoders
-    "roberta": row("RobertaForMaskedLM", masked, max_position_embeddings=66),
-    "distilbert": row("DistilBertForMaskedLM", masked, hidden_dim=256),
-    "electra": row("ElectraForMaskedLM", masked, embedding_size=32),
-    "deberta_v2": row(
-        "DebertaV2ForMaskedLM",
-        masked,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_buckets=8,
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-    ),
-    # vision
-    "vit": row("ViTForImageClassification", oblong, **VIT | {"image_size": (24, 40)}),
-    "deit": row("DeiTForImageClassification", image, **VIT),
-    "swin": row(
-        "SwinForImageClassification",
-        patches,
-        image_size=64,
-        patch_size=4,
-        embed_dim=32,
-        depths=[2, 2],
-        num_heads=[4, 8],
-        window_size=4,
-        num_labels=CLASSES,
-    ),
-    "convnext": row(
-        "ConvNextForImageClassification", image, hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, num_labels=CLASSES
-    ),
-    # several kinds of input
-    "clip": row("CLIPModel", pair, text_config=TEXT, vision_config=VISION, projection_dim=HIDDEN),
-    # sound
-    "wav2vec2": row("Wav2Vec2ForSequenceClassification", sound, **CONVS, num_labels=CLASSES),
-    "whisper": row(
-        "WhisperForConditionalGeneration",
-        heard,
-        **SEQ2SEQ,
-        num_mel_bins=16,
-        max_source_positions=16,
-        max_target_positions=32,
-    ),
-}
+
+class _Loader(yaml.SafeLoader):
+    """Reads `!tuple [...]` too."""
+
+
+_Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_sequence(node)))
+
+
+def families(table: str) -> dict[str, Family]:
+    """The rows of TABLE.yaml: of each the model, the name of its batch (above), and fields of its config."""
+    rows = yaml.load(Path(__file__).with_name(f"{table}.yaml").read_text(encoding="utf-8"), _Loader)["families"]
+    return {name: _family(**fields) for name, fields in rows.items()}
+
+
+def _family(model: str, batch: str = "causal", **config: Any) -> Family:
+    return Family(model, config, globals()[batch])
+
+
+FAMILIES = families("hf")
 
 
 def build(family: Family, dtype: torch.dtype = torch.float64, **config: Any) -> Built:

@@ -14,7 +14,8 @@ from torch import Tensor
 from shardc.api import Program
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import training_data
-from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
+from shardc.cli.ranks.job import Job, joined, weights_of
+from shardc.collector import collect_as_usual
 from shardc.errors import ShardcError
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.step.evaluation import NoBatchesError

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from shardc.api import Program, load
 from shardc.cli import model_file
-from shardc.cli.common import COLLECT_EVERY
 from shardc.cli.model_file import ModelFile
 from shardc.optional import registered
 from shardc.recompile import Resizer
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.stage.communicators import runtime_mesh
-from shardc.runtime.state.weight_files import contains_checkpoint
+from shardc.runtime.state.weight_files import checkpoint_in
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(BaseModel, frozen=True):
     """The work of a run's processes, as `shardc run`, `score` or `generate` writes it to a file.
 
-    program: artifact folder. model: model reference. example: sizes of an hf: model's example batch. run: the spec's
-    section `run:`, updated with command-line options. weights: file or folder to begin from, or "": those of the model
-    file. quiet: print no lines (--json). folder: the temporary folder of the run. trust: run an edited artifact.
+    program: artifact folder. model: model reference. settings: the spec's section `run:`, updated with command-line
+    options. example: sizes of an hf: model's example batch. weights: file or folder to begin from, or "": those of the
+    model file. quiet: print no lines (--json). folder: the temporary folder of the run. trust: run an edited artifact.
     joined: torchrun or Slurm started the processes. debug: tracebacks show all frames, not only those of the user's
     code. overwrite: replace the log.
 
@@ -40,8 +39,8 @@ class Job:
 
     program: str
     model: str
-    run: dict[str, Any] = dataclasses.field(default_factory=dict)
-    example: dict[str, int] = dataclasses.field(default_factory=dict)
+    settings: Run = Run()
+    example: dict[str, int] = {}
     weights: str = ""
     quiet: bool = False
     folder: str = ""
@@ -50,20 +49,16 @@ class Job:
     debug: bool = False
     overwrite: bool = False
     resume: str = ""
-    load: dict[str, bool] = dataclasses.field(default_factory=dict)
+    load: dict[str, bool] = {}
     split: str = ""
     rows: str = ""
-    prompts: list[list[int]] = dataclasses.field(default_factory=list)
-    generate: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prompts: list[list[int]] = []
+    generate: dict[str, Any] = {}
 
     @property
     def result(self) -> Path:
         """The file to which rank 0 writes the summary."""
         return Path(self.folder) / "result.json"
-
-    @property
-    def settings(self) -> Run:
-        return Run.model_validate({name: tuple(x) if isinstance(x, list) else x for name, x in self.run.items()})
 
 
 def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
@@ -75,7 +70,7 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
     program = dataclasses.replace(program, resize=Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch))
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
-    if mesh.watch is not None and settings.log:
+    if settings.log:
         mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
     return file, program, mesh
 
@@ -85,17 +80,8 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
     if not job.weights:
         return file.weights
     named = Path(job.weights)
-    partial = any(registered("runtime", "weights_of", program.features)) and not contains_checkpoint(named)
+    partial = any(registered("runtime", "weights_of", program.features)) and checkpoint_in(named) is None
     return (file.weights, named) if partial else named
-
-
-def collect_as_usual() -> None:
-    """Restore the collector's default thresholds, and exclude existing objects from collection.
-
-    A model's objects may form reference cycles, which hold a step's memory until they are collected.
-    """
-    gc.freeze()
-    gc.set_threshold(*COLLECT_EVERY)
 
 
 def _record(file: Path) -> None:

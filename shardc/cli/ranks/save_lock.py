@@ -20,36 +20,31 @@ from shardc.errors import ShardcError
 NAME = ".run-lock"
 
 
-class SaveLock:
-    """The right to save, or to log, to a folder, until `release` or the end of the process.
+def lock(folder: Path, option: str = "--save") -> int:
+    """Take the right to save, or to log, to a folder, until the end of the process or of the file that is returned.
 
     Raises ShardcError if another run has it.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        holder = os.pread(file, 200, 0).decode(errors="replace").strip()
+        if e.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(file)
+            fault = f"another run trains into {folder}{f' ({holder})' if holder else ''}"
+            fix = "wait for it or end it, or use another folder for this run"
+            raise ShardcError(fault, where=option, fix=fix) from None
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return file
 
-    def __init__(self, folder: Path, option: str = "--save") -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
-            if e.errno in (errno.EACCES, errno.EAGAIN):
-                os.close(self._file)
-                fault = f"another run trains into {folder}{f' ({holder})' if holder else ''}"
-                fix = "wait for it or end it, or use another folder for this run"
-                raise ShardcError(fault, where=option, fix=fix) from None
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
-    @classmethod
-    def of(cls, folders: Mapping[str, str]) -> list[SaveLock]:
-        """Lock each folder of {option: folder} that is set, only once if several options name it.
+def lock_all(folders: Mapping[str, str]) -> list[int]:
+    """Lock each folder of {option: folder} that is set, only once if several options name it.
 
-        A process that closes a file loses all its POSIX locks on it.
-        """
-        named = {Path(folder).resolve(): (Path(folder), option) for option, folder in folders.items() if folder}
-        return [cls(folder, option) for folder, option in named.values()]
-
-    def release(self) -> None:
-        os.ftruncate(self._file, 0)
-        os.close(self._file)
+    A process that closes a file loses all its POSIX locks on it.
+    """
+    named = {Path(folder).resolve(): (Path(folder), option) for option, folder in folders.items() if folder}
+    return [lock(folder, option) for folder, option in named.values()]

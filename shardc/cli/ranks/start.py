@@ -11,14 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardc.cli.common import Show, example_sizes, is_artifact, model_of, print_model_file, program_of, reporting
+from shardc.cli.common import Show, console, example_sizes, is_artifact, model_of, program_of, reporting
 from shardc.cli.options import Named
 from shardc.cli.ranks import lasting_output
 from shardc.errors import Errors, ShardcError
@@ -69,18 +69,16 @@ def ranks(named: Named, nproc: int | None, weights: Path | None, watch: float | 
 
         launch.join_slurm()
         joined = launch.in_world()
-        preparing = ExitStack()
-        if joined and (process := presence.begin(*(() if watch is None else (watch,)))) is not None:
-            preparing.enter_context(process.activity.during("compiling"))
+        if joined:
+            presence.begin(launch.NAMED if watch is None else watch)
         if joined and (key := _shared()) and os.environ["LOCAL_RANK"] != "0":
             from shardc.cli.ranks import worker
 
             if (file := _job_of_first(key)) is not None:
-                preparing.close()
                 worker.main(file)
                 worker.end_rank()
         with run_folder() as folder:
-            all_ranks = Ranks(named, nproc, show, folder, joined, preparing)
+            all_ranks = Ranks(named, nproc, show, folder, joined)
             try:
                 all_ranks.weights = _weights(weights)
                 yield all_ranks
@@ -141,8 +139,8 @@ def _is_private(folder: Path) -> bool:
 class Ranks:
     """Starts one process for each rank on this machine, or is a rank of torchrun or Slurm: `joined`.
 
-    show: prints the result. folder: the temporary folder of the run. preparing: what ends when the job begins. weights:
-    the path of --weights, or "". status: exit status of the last job.
+    show: prints the result. folder: the temporary folder of the run. weights: the path of --weights, or "". status:
+    exit status of the last job.
     """
 
     named: Named
@@ -150,7 +148,6 @@ class Ranks:
     show: Show
     folder: Path
     joined: bool
-    preparing: ExitStack
     weights: str = ""
     status: int = 0
 
@@ -180,6 +177,7 @@ class Ranks:
 
     def job(self, run: Run, writes: Mapping[str, str] | None = None, **work: Any) -> Job:
         """Make the job of the processes. writes: folders in the spec of a compiled folder. work: other fields."""
+        from shardc.cli import model_file
         from shardc.cli.ranks.job import Job
 
         artifact = Path(self.named.model)
@@ -187,11 +185,14 @@ class Ranks:
             artifact = self.folder / "program"
             self._program.save(artifact)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
-            print_model_file(self.named.model, "" if self.named.model_file else self._ref, writes or {})
+            if not self.named.model_file and (file := model_file.path_of(self._ref)):
+                console.print(f"importing {file}, which {artifact} names; --model FILE imports another", markup=False)
+            for subject, place in (writes or {}).items():
+                console.print(f"{subject}: {place}, as the spec in {artifact} says", markup=False)
         return Job(
             program=str(artifact),
             model=self._ref,
-            run=run.model_dump(),
+            settings=run,
             example=example_sizes(self._program),
             weights=self.weights,
             quiet=self.named.as_json,
@@ -211,12 +212,11 @@ class Ranks:
         from shardc.runtime import launch
 
         file = self.folder / "job.json"
-        file.write_text(json.dumps(vars(job)))
+        file.write_text(job.model_dump_json())
         if self.joined:
             from shardc.cli.ranks import worker
 
             self.publish(str(file))
-            self.preparing.close()
             worker.main(str(file))
         else:
             hidden_modules.check_folder(Path.cwd())

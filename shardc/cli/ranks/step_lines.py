@@ -30,8 +30,7 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
     frozen = f", {count(numbers - trained)} of them frozen" if trained < numbers else ""
     mesh = " x ".join(f"{a}={n}" for a, n in program.mesh.axes) or "one device"
     nbytes = sum(p.nbytes for p in engine.owned.values())
-    spec = program.spec
-    compute = spec.precision.compute if spec is not None else None
+    compute = program.spec.precision.compute
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in program.params})
     precision = ", ".join(dtypes) + (f", computed in {str(compute).removeprefix('torch.')}" if compute else "")
     parts = f"{program.microbatches} microbatches a step, " if program.microbatches > 1 else ""

@@ -96,8 +96,6 @@ def peak_flops(program: Program, where: torch.device) -> float | None:
         name = next((n for n in names() if n.partition("-")[0] in gpu), "")
     if not name:
         return None
-    spec = program.spec
-    compute = spec.precision.compute if spec is not None else None
     floating = [p.dtype for p in program.params if p.dtype.is_floating_point]
-    dtype = compute or (str(floating[0]).removeprefix("torch.") if floating else "float32")
+    dtype = program.spec.precision.compute or (str(floating[0]).removeprefix("torch.") if floating else "float32")
     return device(name).flops_per_second(dtype)

@@ -24,10 +24,9 @@ from shardc.cli.ranks.step_metrics import Meter, timed_ops
 from shardc.cli.ranks.training_data import Batches
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
-from shardc.runtime.mesh.agreement import DisagreementError
-from shardc.runtime.mesh.failed_rank import RankFailedError
+from shardc.runtime.mesh.agreement import DisagreementError, differ
 from shardc.runtime.mesh.replicas import ReplicasDifferError
-from shardc.runtime.mesh.watch import print_line
+from shardc.runtime.mesh.watch import RankFailedError, print_line
 from shardc.runtime.stage.not_finite import NotFiniteError
 from shardc.runtime.state.checkpoint_folder import SavingError, generations
 from shardc.runtime.step.evaluation import NoBatchesError
@@ -177,8 +176,8 @@ class Training:
         try:
             engine.mesh.reconnect()
             n, world = engine.step_count, engine.mesh.layout.world
-            consistent, total, squares = engine.mesh.sum_on_host([int(engine.consistent), n, n * n])
-            if consistent < world or world * squares != total * total:
+            consistent, *steps = engine.mesh.sum_on_host([int(engine.consistent), n, n * n])
+            if consistent < world or differ(steps, world):
                 self._finish_save()  # the save of an earlier step
                 return f"some ranks had already updated, so nothing was saved; {self._last_checkpoint()}"
             return f"after step {n}: {self._save_and_describe()}"

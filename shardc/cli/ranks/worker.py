@@ -21,13 +21,13 @@ import torch
 from shardc.api import load
 from shardc.cli.common import once, saved_in
 from shardc.cli.model_file import ModelFile
-from shardc.cli.ranks import forward_jobs, lasting_output, training_data
-from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
-from shardc.cli.ranks.save_lock import SaveLock
+from shardc.cli.ranks import forward_jobs, lasting_output, save_lock, training_data
+from shardc.cli.ranks.job import Job, joined, weights_of
 from shardc.cli.ranks.step_lines import StepLines, header
 from shardc.cli.ranks.training_data import Batches
 from shardc.cli.ranks.training_loop import Interrupted, Signals, Training, peak_memory
 from shardc.cli.ranks.user_frames import one_line, place, users_traceback
+from shardc.collector import collect_as_usual
 from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
 from shardc.ir.units import size
@@ -35,8 +35,8 @@ from shardc.report.cost import peak_place
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.launch import GAVE_UP, record_errors
 from shardc.runtime.mesh import own_cores
-from shardc.runtime.mesh.failed_rank import RankFailedError, cut_off
 from shardc.runtime.mesh.replicas import ReplicasDifferError
+from shardc.runtime.mesh.watch import RankFailedError, cut_off
 from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
@@ -60,8 +60,8 @@ def run(job: Job) -> dict[str, Any]:
         fault, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
         raise ShardcError(fault, where="--memory-snapshot", fix=fix)
     with mesh.together("taking the folders of --save and --log"):
-        folders = {"--log": settings.log or "", "--save": settings.save or ""}
-        locks = SaveLock.of(folders) if mesh.rank == 0 else []
+        if mesh.rank == 0:
+            save_lock.lock_all({"--log": settings.log, "--save": settings.save})
     weights = weights_of(job, file, program)
     with mesh.together("making the engine"):
         engine = program.engine(
@@ -129,8 +129,6 @@ def run(job: Job) -> dict[str, Any]:
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
-    for lock in locks:
-        lock.release()
     if log is not None:
         (log / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
@@ -149,7 +147,7 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
 def main(file: str) -> None:
     """Run a job; if it fails, exit at once, as a rank that waits for its peers would hide the cause."""
     lasting_output.install()
-    job = Job(**json.loads(Path(file).read_text()))
+    job = Job.model_validate_json(Path(file).read_text())
     if not job.joined and not torch.cuda.is_available():
         own_cores.pin_process(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # DataLoaders make their files in the folder of the run, which is removed with it, also if this process is killed

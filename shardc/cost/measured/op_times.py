@@ -97,7 +97,7 @@ class OpTimes(Ledger):
     def __enter__(self) -> OpTimes:
         self._added = self._overhead()
         if self.mesh is not None:
-            self.mesh.waits.kept = []
+            self.mesh.waits.keep()
         self._hooks = [register_optimizer_step_pre_hook(self._update), register_optimizer_step_post_hook(self._updated)]
         self._began = time.perf_counter()
         super().__enter__()  # type: ignore[no-untyped-call]

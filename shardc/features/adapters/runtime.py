@@ -26,10 +26,10 @@ from shardc.errors import Errors, ShardcError
 from shardc.features.adapters.program import MAGNITUDE, A, Adapter, B, adapter_fqn, adapters
 from shardc.ir.program import Program
 from shardc.ir.stored import whole_name
+from shardc.runtime.state.boxes import Numbers, Sliced, index
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index
-from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights_for
+from shardc.runtime.state.sources import Weights, from_files, weights_for
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 CONFIG, PREFIX = "adapter_config.json", "base_model.model."
@@ -85,7 +85,7 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
             tensors |= _read(source, names, expected, recorder)
         left = {n: x for n, x in source.tensors.items() if n not in names.values()}
         if left:
-            rest.append(replace(source, tensors=left, ties={k: v for k, v in source.ties.items() if v in left}))
+            rest.append(replace(source, tensors=left))
     weights = weights_for(model, rest[0] if rest else None, seed)
     for more in rest[1:]:  # modules that were trained with the adapters: all other weights stay
         weights = replace(from_files(more, weights, seed), notes=weights.notes)
@@ -114,20 +114,19 @@ def _add_weights(
     """Add weights of adapters. begun: with initial values; found: on the recorder's tape."""
     # in the order of names, which is the same whether experts are in one tensor or separate
     drawn = [begun[n] for n in sorted(begun) if begun[n].kind != MAGNITUDE]
-    recipe, keys = _begin(drawn)
-    first = of_recipe(recipe, seed + _STREAM)
+    first, keys = _begin(drawn, seed + _STREAM)
     dims = {p.name: p for p in begun.values() if p.kind == MAGNITUDE}
     read = Recipe(recorder.tape, {n: recorder.ref(x) for n, x in found.items()})
 
-    def lengths(part: AdapterTensor, ranges: Ranges) -> Tensor:
+    def lengths(part: AdapterTensor, *box: Numbers) -> Tensor:
         w = given.tensors[part.base].tensor().detach()
         norms: Tensor = torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)
-        return norms[index(ranges)]
+        return norms[index(*box)]
 
-    tensors = {name: first.tensors[key] for name, key in keys.items()}
+    tensors = {name: first[key] for name, key in keys.items()}
     for name, part in dims.items():
         tensors[name] = Sliced(part.shape, given.tensors[part.base].dtype, functools.partial(lengths, part), True)
-    tensors |= {name: read.sliced(name, seed) for name in read.names}
+    tensors |= read.tensors(seed)
     return replace(
         given,
         tensors={**given.tensors, **tensors},
@@ -136,8 +135,8 @@ def _add_weights(
     )
 
 
-def _begin(wanted: Sequence[AdapterTensor]) -> tuple[Recipe, dict[str, str]]:
-    """Return the initial A and B as a recipe, each drawn separately, and their names in it."""
+def _begin(wanted: Sequence[AdapterTensor], seed: int) -> tuple[dict[str, Sliced], dict[str, str]]:
+    """Return the initial A and B, each drawn separately, and {name: its name there}."""
     keys = {p.name: f"p{i}" for i, p in enumerate(wanted)}
 
     def build() -> nn.Module:
@@ -148,7 +147,7 @@ def _begin(wanted: Sequence[AdapterTensor]) -> tuple[Recipe, dict[str, str]]:
             module.register_parameter(keys[p.name], nn.Parameter(x))
         return module
 
-    return record(build)[1], keys
+    return record(build)[1].tensors(seed), keys
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _scales(granule: Sequence[int]) -> Operand:
 
 
 def amax(call: Call) -> Signature:
-    granule = call.arg(1, "granule")
+    granule = call.arg("granule")
     x, sizes = _operand(call.operands[0].shape, granule)
     whole = frozenset(f"d{i}" for i, g in enumerate(granule) if g == 0)
     return Signature((x,), (_scales(granule),), sizes, frozenset(), whole | _inside(sizes))
@@ -62,7 +62,7 @@ def amax(call: Call) -> Signature:
 
 def parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split a granule over ranks."""
-    x, granule = call.operands[0].shape, call.arg(1, "granule")
+    x, granule = call.operands[0].shape, call.arg("granule")
     for p in sorted(available[0], key=repr):
         if isinstance(p, Shard) and granule[p.dim] == 0 and p.padded(x[p.dim]) % (p.split * n) == 0:
             yield Strategy(GRANULE, (p,), (REPLICATE,))
@@ -71,12 +71,12 @@ def parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iter
 def local_amax(call: LocalCall) -> fx.Node:
     """Compute the largest value of the rank's part, then of all parts."""
     split = call.axes(GRANULE)
-    granule, x = call.call.arg(1, "granule"), call.args[0]
+    granule, x = call.call.arg("granule"), call.args[0]
     for s in call.inputs[0].paddings():
         if granule[s.dim] == 0:
             x = call.without_padding(x, 0, s.dim, 0.0)
     if not split:
-        return call.same(_0=x)
+        return call.same(x=x)
     value = call.call.results[0]
     items = {a: Partial("max") for a in split}
     layout = Layout.of({**dict(call.outputs[0].items), **items}, call.mesh)
@@ -88,14 +88,14 @@ def local_amax(call: LocalCall) -> fx.Node:
 
 
 def rounded(call: Call) -> Signature:
-    granule = call.arg(3, "granule")
+    granule = call.arg("granule")
     x, sizes = _operand(call.operands[0].shape, granule)
     return Signature((x, _scales(granule)), (x,), sizes, frozenset(), _inside(sizes))
 
 
 def gradient(call: Call) -> Signature:
     """Split blocks of y and scales of the weight's rows, where they exist: [out, 1] or [1, out]."""
-    granule = call.arg(3, "granule")
+    granule = call.arg("granule")
     y, sizes = _operand(call.operands[0].shape, granule)
     last = (f"d{len(granule) - 1}",)
     rows = tuple(tuple(last if n > 1 else () for n in v.shape) for v in call.operands[1:])
@@ -104,13 +104,12 @@ def gradient(call: Call) -> Signature:
 
 def local_gradient(call: LocalCall) -> fx.Node:
     """Make backward compare the largest values of ranks if granules of the gradient are split."""
-    granule, y = call.call.arg(3, "granule"), call.call.operands[0]
+    granule, y = call.call.arg("granule"), call.call.operands[0]
     split = [a for i, g in enumerate(granule) if g == 0 for a in call.split(f"d{i}")]
     if not split or not y.requires_grad:
         return call.same()
     axes = call.mesh.merge([a for a in call.mesh.names if a in split])
-    local = call.inputs[0].local_shape(y.shape, call.mesh)
-    nbytes = math.prod(granules(local, granule)) * max(y.dtype.itemsize, 4)
+    nbytes = math.prod(granules(call.local(0), granule)) * max(y.dtype.itemsize, 4)
     collective = Collective("none", "all_reduce", axes, nbytes, _CAUSE)
     return call.emit(fp8_grad, (*call.args[:4], call.mesh_node, axes), {}, collective=collective)
 
@@ -118,7 +117,7 @@ def local_gradient(call: LocalCall) -> fx.Node:
 def product(call: Call) -> Signature:
     """Split `... k, n k, [granules of the weight] -> ... n`; transposed: the weight is [k, n]."""
     x, weight = (v.shape for v in call.operands[:2])
-    recipe, transposed = RECIPES[call.arg(3, "recipe")], bool(call.arg(4, "transposed", False))
+    recipe, transposed = RECIPES[call.arg("recipe")], bool(call.arg("transposed"))
     names = ("k", "n") if transposed else ("n", "k")
     dims: dict[str, Dim] = {}
     sizes = {f"e{i}": n for i, n in enumerate(x[:-1])}
@@ -143,7 +142,7 @@ def rounded_experts(call: Call) -> Signature:
     dims = experts.dims_of(call)
     without = ((experts.UP, "h!"), (experts.DOWN, "i+"))
     ups, downs = (["" if d == left_out else d for d in dims[at]] for at, left_out in without)
-    parts = read(call.arg(experts.ACTIVATION, "activation")).parts
+    parts = read(call.arg("activation")).parts
     return replace(call.fit([*dims, ups, downs], [["t", "o!"]], p=parts), unpadded=frozenset("i"))
 
 
@@ -152,7 +151,7 @@ def local_experts(call: LocalCall) -> fx.Node:
     over = call.mesh.merge(call.split("i"))
     if not over:
         return experts.local(call, fp8_experts_apply)
-    index = call.inputs[experts.INDEX].local_shape(call.call.operands[experts.INDEX].shape, call.mesh)
+    index = call.local(experts.INDEX)
     scales = Collective("all_reduce", "all_reduce", over, 4 * math.prod(index), _CAUSE)
     return experts.local(call, fp8_experts_apply, (call.mesh_node, over), collective=scales)
 

@@ -23,6 +23,7 @@ from shardc.ir.outputs import OtherForward, Output
 from shardc.ir.placement import Layout
 from shardc.ir.source import of_function
 from shardc.spec import Batch, Spec
+from shardc.spec.check import token_axes
 from shardc.torch_private import traced_node
 
 
@@ -35,7 +36,8 @@ class Step(OtherForward):
         It splits no sequence, has no microbatches, and names no inputs, outputs or activations of another forward.
         """
         batch = Batch(axes=spec.batch.axes)
-        return replace(spec, batch=batch, activations=(), outputs=(), sequence=None, strict=False, uneven="pad")
+        sections = {name: section for name, section in spec.sections.items() if not token_axes({name: section})}
+        return replace(spec, batch=batch, activations=(), outputs=(), sections=sections, strict=False, uneven="pad")
 
     def module(self, model: nn.Module, leaves: Leaves) -> GenerationOf:
         return GenerationOf(model, leaves, self)

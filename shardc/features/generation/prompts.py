@@ -1,4 +1,4 @@
-"""Check the options and prompts of a generation, and pad prompts of several lengths to one batch."""
+"""Check the prompts of a generation, and pad prompts of several lengths to one batch."""
 
 from __future__ import annotations
 
@@ -9,43 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.errors import Errors, ShardcError
-
-
-@dataclass(frozen=True)
-class Options:
-    """How tokens are chosen.
-
-    tokens: the maximum for each row. temperature: logits are divided by it; 0: the most likely token. top_k: only the k
-    most likely ones; top_p: only the most likely ones that together have this probability (Holtzman et al. 2020,
-    "nucleus sampling"), after top_k, as in transformers. stop: a row ends with the first of these; None: those of the
-    model's configuration. seed: of the random numbers.
-    """
-
-    tokens: int = 20
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    stop: tuple[int, ...] | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        errors = Errors()
-        whole = {"max_new_tokens": (self.tokens, 1), "seed": (self.seed, 0)}
-        whole |= {"top_k": (self.top_k, 1)} if self.top_k is not None else {}
-        for name, (x, least) in whole.items():
-            if isinstance(x, bool) or not isinstance(x, int) or x < least:
-                errors.add(f"must be a whole number of at least {least}, not {x!r}", where=name, fix="pass one")
-        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < float("inf"):
-            fault = f"must be a number of at least 0, not {self.temperature!r}"
-            errors.add(fault, where="temperature", fix="pass 0 for greedy decoding, 1 for plain sampling")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            fault = f"must be above 0 and at most 1, not {self.top_p!r}"
-            errors.add(fault, where="top_p", fix="pass a probability, such as 0.9")
-        if not self.temperature and (self.top_k or self.top_p):
-            fault = "temperature 0 does not sample: it takes the most likely token"
-            errors.add(fault, where="top_k, top_p", fix="pass a temperature, such as 1.0, or leave them out")
-        errors.raise_any()
+from shardc.errors import ShardcError
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.features.generation.program import AT, ENCODER, IDS, LOGITS, MASK, PLACE, Begins, Sizes, State
-from shardc.features.generation.prompts import Options, Prompts
-from shardc.features.generation.sampling import Sampler
+from shardc.features.generation.prompts import Prompts
+from shardc.features.generation.sampling import Options, Sampler
 from shardc.ir.outputs import Output
 from shardc.ir.program import Program, Resize
 from shardc.ir.stored import Input
@@ -120,15 +120,15 @@ class Generator:
 
     def _call(self, prompts: Prompts, options: Options, begins: Begins) -> _Call:
         spec = self.program.spec
-        products = getattr(spec.precision, "products", None) if spec is not None else None
-        if spec is not None and products is not None and not products.by_rows:
+        products = getattr(spec.precision, "products", None)
+        if products is not None and not products.by_rows:
             fault = (
                 f"products: {products.recipe} has one scale for all tokens that are computed at once: the result of a "
                 "prompt would depend on the other prompts, and on how many of its tokens are in the cache"
             )
             fix = "compile with fp8-rowwise or mxfp8 to generate"
             raise ShardcError(fault, where=spec.where(("precision", "products")), fix=fix)
-        ranks = spec.data_ranks if spec is not None else 1
+        ranks = spec.data_ranks
         rows = -(-len(prompts.ids) // ranks) * ranks
         encoder: dict[str, Tensor] = {}
         if begins.encodes:
@@ -302,7 +302,7 @@ def _compiler(name: str, *arguments: Any) -> Callable[[Resize], Any]:
 def _narrowest(program: Program, logits: Tensor) -> torch.dtype:
     """Return the dtype of fewest bits of logits and weights: many models widen their logits to 32 bits."""
     dtypes = {logits.dtype, *(p.dtype for p in program.params if p.dtype.is_floating_point)}
-    if program.spec is not None and program.spec.precision.compute:
+    if program.spec.precision.compute:
         dtypes.add(getattr(torch, program.spec.precision.compute))
     return min(dtypes, key=lambda dtype: dtype.itemsize)
 

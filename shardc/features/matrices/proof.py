@@ -17,8 +17,7 @@ from shardc.features.matrices.routes import Routes
 from shardc.features.matrices.whole import routes_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import boxes_of
-from shardc.runtime.state.checkpoint_index import disjoint
+from shardc.runtime.state.boxes import boxes_of, disjoint
 from shardc.runtime.zero.flat_partition import FlatShards
 from shardc.runtime.zero.trained_params import trained_params
 from shardc.verify.static.gradient_sums import Wrong
@@ -59,7 +58,7 @@ def _of_group(
                 yield m.name, f"{owners[m.name]} of its kind have an owner: it needs one"
                 return
             arrived = [x for i in routes.sources(m) for x in routes.pieces(m, i)]
-            boxes = [(tuple(s.start for s in x.at), tuple(s.stop - s.start for s in x.at)) for x in arrived]
+            boxes = ((x.box.offset, x.box.shape) for x in arrived)
             if sum(x.numel for x in arrived) != m.numel or not disjoint(boxes):
                 yield m.name, "not every element of its gradient comes to its owner once"
                 return
@@ -68,6 +67,6 @@ def _of_group(
         for i in places:
             rank = routes.ranks[i]
             stored = boxes_of(p.shape, p.layout, stretches.of(p, rank), program.mesh, rank)
-            if returned[i] != sum(math.prod(box.shape) for box in stored):
+            if returned[i] != sum(box.numel for box in stored):
                 yield p.fqn, f"rank {rank} stores elements of it that its owners do not send back"
                 return

@@ -7,7 +7,6 @@ is in no part, so it is not sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,27 +17,27 @@ from shardc.features.matrices.program import Matrix, axes
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, replicas
-from shardc.runtime.state.checkpoint_index import overlap
 from shardc.runtime.zero.flat_partition import FlatShards
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored box of a matrix. inside: its place in the stored box; at: its place in the matrix."""
+    """A box of a matrix that a rank stores."""
 
     matrix: Matrix
     box: Box
-    inside: tuple[slice, ...]
-    at: tuple[slice, ...]
-    numel: int
+
+    @property
+    def numel(self) -> int:
+        return self.box.numel
 
     def stored(self, local: Tensor) -> Tensor:
         """Return its view of the rank's stored part of the parameter."""
-        return self.box.of(local)[self.inside]
+        return self.box.of(local)
 
     def whole(self, matrix: Tensor) -> Tensor:
         """Return its view of the owner's matrix."""
-        return matrix.view(self.matrix.size)[self.at]
+        return matrix.view(self.matrix.size)[self.box.within(self.matrix.offset)]
 
 
 class Routes:
@@ -68,12 +67,8 @@ class Routes:
         """Yield the pieces of a matrix that the rank at a place stores."""
         p, rank = self._params[m.param], self.ranks[place]
         for box in boxes_of(p.shape, p.layout, self._stretches.of(p, rank), self._mesh, rank):
-            common = overlap(box.offset, box.shape, m.offset, m.size)
-            if common is not None:
-                start, size = common
-                inside = tuple(slice(a - o, a - o + n) for a, o, n in zip(start, box.offset, size, strict=True))
-                at = tuple(slice(a - o, a - o + n) for a, o, n in zip(start, m.offset, size, strict=True))
-                yield Piece(m, box, inside, at, math.prod(size))
+            if (inside := box.inside(m.offset, m.size)) is not None:
+                yield Piece(m, inside)
 
     def sources(self, m: Matrix) -> list[int]:
         """Return the places of the ranks that send to a matrix's owner: the replicas in its row of the mesh."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.errors import Errors, ShardcError
+from shardc.errors import ShardcError
 from shardc.features.matrices.exchange import Exchange, Sending
 from shardc.features.matrices.own_loop import MatricesOptimizer
 from shardc.features.matrices.owners import owners, work
@@ -27,10 +27,7 @@ from shardc.features.matrices.program import Matrix
 from shardc.features.matrices.routes import Routes
 from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
-from shardc.runtime.state.boxes import Part, copied
-from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.owners import Owners
-from shardc.runtime.state.saving_optimizer import present_or_zeros
 from shardc.runtime.zero.optimizer_check import multiplies
 from shardc.runtime.zero.optimizer_list import members_of
 from shardc.runtime.zero.trained_params import trained_params
@@ -147,42 +144,6 @@ class WholeMatrices(Owners):
             groups += [None] * len(m.param_groups) if whole is None else [{x.name: x.param for x in g} for g in whole]
         return groups
 
-    def state_parts(self, optimizer: Optimizer, mesh: Any) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
-        """Return what a rank has of its matrices, under their names."""
-        parts: dict[str, Part] = {}
-        numbers: dict[str, dict[str, Any]] = {}
-        for m in self.matrices.values():
-            away = copied(self._program, self._program.param(m.param), mesh)
-            for name, x in optimizer.state.get(self.owned[m.name], {}).items():
-                tensors, rest = flattened(name, x.as_subclass(Tensor) if isinstance(x, Tensor) else x)
-                named = {f"optimizer.{m.name}.{n}": t for n, t in tensors.items()}
-                parts |= {n: Part(t, tuple(t.shape), elsewhere=away) for n, t in named.items()}
-                if not isinstance(x, Tensor):
-                    numbers.setdefault(m.name, {})[name] = rest
-        return parts, numbers
-
-    def room_for(
-        self, optimizer: Optimizer, index: Index, parts: dict[str, Part], errors: Errors, folder: str
-    ) -> dict[str, dict[str, Any]]:
-        assert index.optimizer is not None
-        facts = index.optimizer
-        saved = {n for group in facts["groups"] for n in group["params"]}
-        if absent := [n for group in self.groups(optimizer) for n in group or () if n not in saved]:
-            fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}"
-            fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
-            errors.add(fault + (" ..." if len(absent) > 5 else ""), where=folder, fix=fix)
-        states: dict[str, dict[str, Any]] = {}
-        for matrix, p in self.owned.items():
-            now, prefix, tensors = optimizer.state.get(p, {}), f"optimizer.{matrix}.", dict[str, Tensor]()
-            for key, tensor in index.tensors.items():
-                name = key.removeprefix(prefix)
-                if key.startswith(prefix) and "." not in name:
-                    tensors[name] = present_or_zeros(now.get(name), tensor.shape, tensor.dtype, name, p.device)
-                    parts[key] = Part(tensors[name], tensor.shape)
-            nested = {name: restored(plain, tensors) for name, plain in facts["numbers"].get(matrix, {}).items()}
-            states[matrix] = {n: x for n, x in tensors.items() if "/" not in n} | nested
-        return states
-
 
 def routes_of(program: Program, rank: int, costs: Mapping[Matrix, float]) -> Routes:
     """Return the routes of one rank. costs: {matrix of its parameters: the work of its step}."""
@@ -196,43 +157,3 @@ def routes_of(program: Program, rank: int, costs: Mapping[Matrix, float]) -> Rou
 
 def _detached(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in params.items()}
-
-
-# --- state that is no tensor but holds some, such as Shampoo's list of a tensor for each dim
-
-#: {KEY: name} replaces a tensor in plain values.
-KEY = "tensor"
-
-
-def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
-    """Split a value into ({name: tensor}, the rest with {"tensor": name} in their places).
-
-    The tensors of a container are named "name/0" and so on. Without tensors: ({}, the value).
-    """
-    if isinstance(x, Tensor):
-        return {name: x}, {KEY: name}
-    items = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
-    tensors: dict[str, Tensor] = {}
-    rest: list[tuple[Any, Any]] = []
-    for k, value in items:
-        inner, plain = flattened(f"{name}/{k}", value)
-        tensors |= inner
-        rest.append((k, plain))
-    if not tensors:
-        return {}, x
-    kind = "dict" if isinstance(x, Mapping) else "tuple" if isinstance(x, tuple) else "list"
-    return tensors, {kind: dict(rest) if kind == "dict" else [v for _, v in rest]}
-
-
-def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild what `flattened` took apart."""
-    if isinstance(plain, Mapping) and len(plain) == 1:
-        ((kind, inside),) = plain.items()
-        if kind == KEY and isinstance(inside, str) and inside in tensors:
-            return tensors[inside]
-        if kind == "dict" and isinstance(inside, Mapping):
-            return {k: restored(v, tensors) for k, v in inside.items()}
-        if kind in ("list", "tuple") and isinstance(inside, list):
-            values = [restored(v, tensors) for v in inside]
-            return tuple(values) if kind == "tuple" else values
-    return plain

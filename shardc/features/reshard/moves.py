@@ -19,50 +19,12 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.features.reshard.places import Place
-from shardc.features.reshard.routes import Copy, Piece, Routes, routes
+from shardc.features.reshard.places import Key, Wanted
+from shardc.features.reshard.routes import Routes, routes
+from shardc.runtime.state.boxes import Box
 
 #: Approximate bytes that a rank sends and receives at once.
 BUCKET = 32 << 20
-#: The name of a local tensor of a rank.
-Key = tuple[str, str, str]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A form in which ranks keep a tensor. key: of the local tensor."""
-
-    key: Key
-    dtype: torch.dtype
-    place: Place
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A tensor to move. beside: a second place in which ranks have it, only for their own use."""
-
-    name: str
-    have: Kept
-    need: Kept
-    beside: Kept | None = None
-
-    @property
-    def wire(self) -> torch.dtype:
-        """The dtype in which it is sent: the narrower of the two."""
-        return min(self.need.dtype, self.have.dtype, key=lambda d: d.itemsize)
-
-    @property
-    def places(self) -> tuple[Place, Place, Place | None]:
-        return self.have.place, self.need.place, self.beside.place if self.beside is not None else None
-
-    def routes(self, world: int, rank: int, turn: int) -> Routes:
-        """Return one rank's routes. Raises ShardcError if a needed element is on no rank."""
-        have, need, beside = self.places
-        result = routes(have, need, world, rank, beside=beside, turn=turn)
-        if result.lacking:
-            fault = f"{result.lacking} of its elements, which rank {rank} needs, are on no rank"
-            raise ShardcError(fault, where=self.name, fix="report this: it is a bug in shardc")
-        return result
 
 
 @dataclass(frozen=True)
@@ -70,11 +32,11 @@ class _Stretch:
     """A part of a tensor, on its way from one rank to another."""
 
     wanted: Wanted
-    piece: Piece
+    box: Box
 
     @property
     def nbytes(self) -> int:
-        return self.piece.numel * self.wanted.wire.itemsize
+        return self.box.numel * self.wanted.wire.itemsize
 
 
 _Round = tuple[list[list[_Stretch]], list[list[_Stretch]]]  # (sent, received), by rank
@@ -88,24 +50,28 @@ class Moves:
 
     def __init__(self, mesh: Any, wanted: Sequence[Wanted], bucket: int = BUCKET) -> None:
         self._mesh, world, rank = mesh, mesh.layout.world, mesh.rank
-        self.sent, self.received = [0] * world, [0] * world
-        self._copied: list[tuple[Wanted, Copy]] = []
+        self._copied: list[tuple[Wanted, Box, Box]] = []
         # group elements by size, so that each dtype is aligned
         sizes = sorted({w.wire.itemsize for w in wanted}, reverse=True)
         ways: dict[int, _Round] = {size: ([[] for _ in range(world)], [[] for _ in range(world)]) for size in sizes}
         known: dict[Any, Routes] = {}  # moments have the places of their parameters
         for turn, w in enumerate(wanted):
             if w.places not in known:
-                known[w.places] = w.routes(world, rank, turn)
-            paths = known[w.places]
-            self._copied += ((w, c) for c in paths.copied)
-            for by_rank, pieces, total in zip(
-                ways[w.wire.itemsize], (paths.sent, paths.received), (self.sent, self.received), strict=True
-            ):
-                for other, each in pieces.items():
-                    small = [_Stretch(w, q) for p in each for q in p.cut(w.wire.itemsize, max(bucket // world, 1))]
-                    by_rank[other] += small
-                    total[other] += sum(s.nbytes for s in small)
+                known[w.places] = routes(*w.places, world, rank, turn=turn)
+            paths, size = known[w.places], w.wire.itemsize
+            if paths.lacking:
+                fault = f"{paths.lacking} of its elements, which rank {rank} needs, are on no rank"
+                raise ShardcError(fault, where=w.name, fix="report this: it is a bug in shardc")
+            own = zip(paths.sent.get(rank, ()), paths.received.get(rank, ()), strict=True)
+            self._copied += ((w, read, written) for read, written in own)
+            for by_rank, boxes in zip(ways[size], (paths.sent, paths.received), strict=True):
+                for other, each in boxes.items():
+                    if other != rank:
+                        limit = max(bucket // world, 1)
+                        by_rank[other] += (_Stretch(w, part) for b in each for part in b.cut(size, limit))
+        self.sent, self.received = (
+            [sum(_nbytes([way[i][r]]) for way in ways.values()) for r in range(world)] for i in range(2)
+        )
         most = [max(_nbytes(sent), _nbytes(received)) for sent, received in ways.values()]
         every = mesh.sum_on_host([n if r == rank else 0 for n in most for r in range(world)])
         self._rounds: list[_Round] = []
@@ -118,23 +84,21 @@ class Moves:
         return len(self._rounds)
 
     @torch.no_grad()
-    def __call__(self, local: Mapping[Key, Tensor]) -> None:
+    def __call__(self, have: Mapping[Key, Tensor], need: Mapping[Key, Tensor]) -> None:
         """Move, between these local tensors. Collective."""
-        for w, copy in self._copied:
-            have = w.beside if copy.beside else w.have
-            assert have is not None
-            copy.written.of(local[w.need.key]).copy_(copy.read.of(local[have.key]))
+        for w, read, written in self._copied:
+            written.of(need[w.need.key]).copy_(read.of(have[w.have.key]))
         for sent, received in self._rounds:
             counts, from_each = ([_nbytes([each]) for each in way] for way in (sent, received))
             x, into = (torch.empty(sum(n), dtype=torch.uint8, device=self._mesh.device) for n in (counts, from_each))
             for s, place in _places(sent, x):
-                place.copy_(s.piece.of(local[s.wanted.have.key]))
+                place.copy_(s.box.of(have[s.wanted.have.key]))
             work = self._mesh.start_all_to_all_rows(
                 x, into, counts, from_each, self._mesh.layout.names, direction="state", tag="reshard"
             )
             work.wait()
             for s, place in _places(received, into):
-                s.piece.of(local[s.wanted.need.key]).copy_(place)
+                s.box.of(need[s.wanted.need.key]).copy_(place)
 
 
 def _nbytes(by_rank: Sequence[Sequence[_Stretch]]) -> int:
@@ -157,5 +121,5 @@ def _places(by_rank: Sequence[Sequence[_Stretch]], flat: Tensor) -> Iterator[tup
     start = 0
     for s in (s for each in by_rank for s in each):
         stop = start + s.nbytes
-        yield s, flat[start:stop].view(s.wanted.wire).view(s.piece.shape)
+        yield s, flat[start:stop].view(s.wanted.wire).view(s.box.shape)
         start = stop

@@ -1,4 +1,9 @@
-"""Find the boxes of a tensor that any rank has under a program (as shardc.runtime.state.boxes)."""
+"""Find the boxes of a tensor that any rank has under a program, and the weights that move between two programs.
+
+At ZeRO 1 and 2 a rank stores a stretch of a parameter, and has a copy of all of it, perhaps in another dtype to compute
+in. The old copy is read if its dtype fits. The new copy is not moved: it is gathered from the stretches, as after an
+update.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,15 @@ from typing import Protocol
 
 import torch
 
+from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.boxes import Box, Part, by_name
-from shardc.runtime.state.checkpoint_index import Numbers
+from shardc.runtime.state.boxes import Box, Numbers, boxes_of, kept
+from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.zero.flat_partition import FlatShards
 
-_NOTHING = torch.empty(0)
+#: The name of a local tensor of a rank: (form, name).
+Key = tuple[str, str]
 
 
 class Place(Protocol):
@@ -31,12 +38,7 @@ class Plan:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._stretches = FlatShards(program)
-
-    @cached_property
-    def stored(self) -> dict[str, Param | Buffer]:
-        """Parameters and buffers by placeholder name."""
-        return {x.name: x for x in self.program.params_and_buffers}
+        self.shards = FlatShards(program)
 
     @cached_property
     def params(self) -> dict[str, Param]:
@@ -48,39 +50,27 @@ class Plan:
         """Buffers of the model by their first names."""
         return {b.fqn: b for b in self.program.buffers if b.fqn}
 
-    def zero(self, p: Param) -> int:
-        """Return the ZeRO level of its bucket."""
-        bucket = self.program.bucket(p)
-        return bucket.zero if bucket is not None else 0
-
-    def boxes(self, x: Param | Buffer, name: str, rank: int, *, cut: bool) -> Sequence[Box]:
-        """Return a rank's boxes of x; of a stack, of its member `name`. cut: only ZeRO's stretch for the rank."""
-        mesh = self.program.mesh
-        if not self.program.has(x, mesh.coords(rank)):
-            return ()
-        if isinstance(x, Buffer):
-            return Part(_NOTHING, x.shape, x.layout).boxes(mesh, rank)
-        run = self._stretches.of(x, rank) if cut else None
-        return by_name(x, Part(_NOTHING, x.shape, x.layout, run))[name].boxes(mesh, rank)
-
 
 @dataclass(frozen=True)
 class InPlan:
-    """The place of a parameter or buffer `name` of a program. stored: its placeholder, perhaps a stack's.
+    """The place of a parameter or buffer of a program.
 
     cut: as ZeRO cuts it. ranks: those that have it at all; None: all that have the parameter.
     """
 
     plan: Plan
-    stored: str
     name: str
     cut: bool = False
     ranks: frozenset[int] | None = None
 
     def boxes(self, rank: int) -> Sequence[Box]:
-        if self.ranks is not None and rank not in self.ranks:
+        program, p = self.plan.program, self.plan.params.get(self.name)
+        x = p or self.plan.buffers[self.name]
+        if (self.ranks is not None and rank not in self.ranks) or not program.has(x, program.mesh.coords(rank)):
             return ()
-        return self.plan.boxes(self.plan.stored[self.stored], self.name, rank, cut=self.cut)
+        shard = self.plan.shards.of(p, rank) if self.cut and p is not None else None
+        member = x.members.index(self.name) if x.members else None
+        return boxes_of(x.shape, x.layout, shard, program.mesh, rank, member)
 
     def on(self, ranks: frozenset[int]) -> InPlan:
         """Return the same place on these ranks only; itself, if no other rank has any of it."""
@@ -96,6 +86,77 @@ class Whole:
     ranks: frozenset[int]
 
     def boxes(self, rank: int) -> Sequence[Box]:
-        if rank not in self.ranks or 0 in self.shape:
-            return ()
-        return (Box((0,) * len(self.shape), self.shape, tuple(slice(0, n) for n in self.shape)),)
+        return (Box.alone((0,) * len(self.shape), self.shape),) if rank in self.ranks and 0 not in self.shape else ()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A form in which ranks keep a tensor. key: of the local tensor."""
+
+    key: Key
+    dtype: torch.dtype
+    place: Place
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor to move."""
+
+    name: str
+    have: Kept
+    need: Kept
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype in which it is sent: the narrower of the two."""
+        return min(self.need.dtype, self.have.dtype, key=lambda d: d.itemsize)
+
+    @property
+    def places(self) -> tuple[Place, Place]:
+        return self.have.place, self.need.place
+
+
+def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
+    """Return the moves of parameters and common buffers.
+
+    all_buffers: both need all buffers of a checkpoint. Raises ShardcError for programs of different models.
+    """
+    check(old, new, all_buffers=all_buffers)
+    wanted = []
+    for name, p in new.params.items():
+        need = Kept(("own", p.name), p.dtype, InPlan(new, name, cut=True))
+        wanted.append(Wanted(name, _read(old, name, p.dtype), need))
+    for name, b in new.buffers.items():
+        if name in old.buffers:
+            ends = (old, old.buffers[name]), (new, b)
+            have, need = (Kept(("buffer", x.name), x.dtype, InPlan(plan, name)) for plan, x in ends)
+            wanted.append(Wanted(name, have, need))
+    return wanted
+
+
+def _read(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
+    """Return the form of a parameter that is read: whole, unless ZeRO 3 cut it, or the copy is in a third dtype."""
+    p = plan.params[name]
+    bucket = plan.program.bucket(p)
+    zero = bucket.zero if bucket is not None else 0
+    whole = (bucket.compute if bucket is not None and zero else None) or p.dtype
+    cut = zero == 3 or whole not in (p.dtype, dtype)
+    return Kept(("own" if cut else "whole", p.name), p.dtype if cut else whole, InPlan(plan, name, cut))
+
+
+def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:
+    """Raise ShardcError for programs of different models, or numbers of ranks. all_buffers: of `weights`."""
+    before, after = old.program.mesh, new.program.mesh
+    if before.world != after.world:
+        fault = f"the mesh {before} has {before.world} ranks, and {after} has {after.world}"
+        fix = "use the same number of ranks for both; to continue on another number of ranks, save, and load there"
+        raise ShardcError(fault, where="mesh", fix=fix)
+    errors = Errors()
+    have, want = (_shapes(plan, all_buffers) for plan in (old, new))
+    check_tensors(errors, want, have, want, "the engine whose weights are to move")
+    errors.raise_any()
+
+
+def _shapes(plan: Plan, all_buffers: bool) -> dict[str, tuple[int, ...]]:
+    shapes = {n: p.shapes[n] for n, p in plan.params.items()}
+    return shapes | {b.fqn: b.shape for b in kept(plan.program) if all_buffers}

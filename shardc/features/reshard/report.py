@@ -9,7 +9,8 @@
     dp+tp                         155.2 KiB     18
     about 39 µs on h100-80g, were all to send as much as the busiest
 
-Nothing is run. A rank receives only bytes that it lacks, each once.
+Nothing is run. A rank receives only bytes that it lacks, each once. Not counted are the copies of whole parameters at
+ZeRO 1 and 2, which are then gathered as after an update.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from typing import Any
 
 from shardc.cost.measured.device_file import device
 from shardc.errors import ShardcError
-from shardc.features.reshard.moves import BUCKET, Kept, Wanted
-from shardc.features.reshard.places import InPlan, Plan
+from shardc.features.reshard.moves import BUCKET
+from shardc.features.reshard.places import InPlan, Kept, Plan, Wanted, weights
 from shardc.features.reshard.routes import messages
-from shardc.features.reshard.wanted import weights
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.units import plural, seconds, size
@@ -113,26 +113,23 @@ def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
         fault = f"moments must be a number of tensors, not {moments!r}"
         raise ShardcError(fault, where="moments", fix="AdamW has 2, SGD 0 or 1")
     a, b = Plan(old), Plan(new)
-    first, second = weights(a, b, all_buffers=False)
-    phases = [[*((w, 1) for w in first), *((w, moments) for w in _moments(a, b) if moments)], [(w, 1) for w in second]]
-    world, nbytes, rounds = new.mesh.world, 0, 0
+    moved = [*((w, 1) for w in weights(a, b, all_buffers=False)), *((w, moments) for w in _moments(a, b) if moments)]
+    world, nbytes = new.mesh.world, 0
     sent = [[0] * world for _ in range(world)]
+    sizes = {w.wire.itemsize: [[0] * world for _ in range(2)] for w, _ in moved}
     known: dict[Any, list[tuple[int, int, int]]] = {}
-    for phase in phases:
-        sizes = {w.wire.itemsize: [[0] * world for _ in range(2)] for w, _ in phase}
-        for turn, (w, times) in enumerate(phase):
-            have, need, beside = w.places
-            if w.places not in known:
-                moves = messages(have, need, world, beside=beside, turn=turn)
-                known[w.places] = [(m.source, m.target, m.elements) for m in moves if m.source != m.target]
-            for source, target, elements in known[w.places]:
-                n = elements * w.wire.itemsize * times
-                sent[source][target] += n
-                for way, r in enumerate((source, target)):
-                    sizes[w.wire.itemsize][way][r] += n
-            boxes = (x for r in range(world) for x in need.boxes(r))
-            nbytes += sum(math.prod(x.shape) for x in boxes) * w.need.dtype.itemsize * times
-        rounds += sum(math.ceil(max(map(max, ways)) / BUCKET) for ways in sizes.values())
+    for turn, (w, times) in enumerate(moved):
+        if w.places not in known:
+            each = messages(*w.places, world, turn=turn)
+            known[w.places] = [(m.source, m.target, m.elements) for m in each if m.source != m.target]
+        for source, target, elements in known[w.places]:
+            n = elements * w.wire.itemsize * times
+            sent[source][target] += n
+            for way, r in enumerate((source, target)):
+                sizes[w.wire.itemsize][way][r] += n
+        boxes = (x for r in range(world) for x in w.need.place.boxes(r))
+        nbytes += sum(x.numel for x in boxes) * w.need.dtype.itemsize * times
+    rounds = sum(math.ceil(max(map(max, ways)) / BUCKET) for ways in sizes.values())
     return Resharding(old.mesh, new.mesh, moments, tuple(map(tuple, sent)), nbytes, rounds)
 
 
@@ -142,8 +139,8 @@ def _moments(old: Plan, new: Plan) -> list[Wanted]:
     for name, p in new.params.items():
         q = old.params[name]
         if p.requires_grad:
-            have = Kept(("from", "state", name), q.dtype, InPlan(old, q.name, name, cut=True))
-            wanted.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, InPlan(new, p.name, name, cut=True))))
+            have = Kept(("state", name), q.dtype, InPlan(old, name, cut=True))
+            wanted.append(Wanted(name, have, Kept(("state", name), p.dtype, InPlan(new, name, cut=True))))
     return wanted
 
 

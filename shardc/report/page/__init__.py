@@ -2,10 +2,11 @@
 
 data            all that the page shows, as JSON: graphs, spec_lines, messages (collectives, buckets), step (times and
                 memory); 80 equal layers are shown once (shardc.ir.repeats)
-page.html       the frame: header, panels, dialogs; page.css: its style; picture.css: colours, and styles of pictures
+page.html       the frame of all pages; inspect.html: header, panels, dialogs; page.css: their style; picture.css:
+                colours, and styles of pictures
 DRAWING         the scripts that draw, in their order: each panel is one file. They make elements as plain values, and
                 need no document: so docs/drawing.py makes pictures as files, and tests draw every panel
-plan.js         the page of a plan, in the frame plan.html
+plan.js         the page of a plan (shardc.plan.page)
 document.js     turns elements into the document's; page.js: tabs, search, keys, the address
 dagre.min.js    lays graphs out (docs/explanation/decisions.md, 60): @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), from npm
 
@@ -42,7 +43,7 @@ DRAWING = (
     "panels.js",
 )
 SCRIPTS = (*DRAWING, "document.js", "page.js")
-#: Scripts of the page of `shardc plan --html` (shardc.plan.page).
+#: Scripts of the page of `shardc plan --html`.
 PLAN = ("draw.js", "document.js", "plan.js")
 
 
@@ -58,11 +59,12 @@ def of_data(shown: Mapping[str, Any]) -> str:
     """Return the page that shows this data."""
     facts = shown["facts"]
     title = f"{facts['model']} on {' × '.join(f'{axis}={n}' for axis, n in facts['mesh']) or 'one device'}"
-    return file("page.html", title, shown, SCRIPTS)
+    notice = f"<!-- Graphs are laid out by dagre, which comes with this notice:\n{read('dagre.LICENSE')}-->\n"
+    return file("inspect", title, read("inspect.html"), shown, SCRIPTS, notice)
 
 
-def file(frame: str, title: str, shown: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Build one HTML file from a frame, data and scripts; its content policy allows nothing else."""
+def file(command: str, title: str, body: str, shown: Mapping[str, Any], names: Iterable[str], notice: str = "") -> str:
+    """Build one HTML file from a body, data and scripts; its content policy allows nothing else."""
     scripts = [read(name) for name in names]
     # without `<` the JSON cannot end its element, or begin a comment
     encoded = json.dumps(shown, ensure_ascii=True, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -71,14 +73,16 @@ def file(frame: str, title: str, shown: Mapping[str, Any], names: Iterable[str])
         f"script-src {' '.join(map(_digest, scripts))}"
     )
     parts = {
+        "COMMAND": command,
         "POLICY": policy,
         "TITLE": escape(title),
         "STYLE": read("picture.css") + read("page.css"),
+        "BODY": body,
         "DATA": encoded,
-        "LICENSE": read("dagre.LICENSE"),
+        "NOTICE": notice,
         "SCRIPTS": "\n".join(f"<script>{text}</script>" for text in scripts),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], read(frame))
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], read("page.html"))
 
 
 def read(name: str) -> str:

@@ -3,86 +3,80 @@
 
 const D = JSON.parse(typeof document === "undefined" ? DATA : document.getElementById("data").textContent);
 const F = D.facts;
+const state = { tab: "overview", module: "", picked: null, graph: "after" };
 
-// --- facts about the data
+// --- things: all that can be selected
 
-const ways = (m) => m.ways || [];
-const exposedOf = (m) => sum(ways(m).map((w) => w.exposed || 0));
-const secondsOf = (m) => sum(ways(m).map((w) => w.seconds || 0));
-const bytesOf = (m) => sum(ways(m).map((w) => w.bytes * w.count));
-const countOf = (m) => sum(ways(m).map((w) => w.count));
-const isTimed = (m) => ways(m).some((w) => typeof w.seconds === "number");
-
-/** Return whether a rank waits for a message: "e" exposed (over 1 % of its time), "h" hidden, "u" unknown. */
-function exposure(m) {
-  if (!isTimed(m)) return "u";
-  return exposedOf(m) > 0.01 * secondsOf(m) ? "e" : "h";
+/** Name things: "m3" is message 3. Restore the values that the data leaves out, as they are empty. */
+function things(kind, list, empty = {}) {
+  list.forEach((t, i) => Object.assign(t, { ...empty, ...t, x: kind + i }));
+  return list;
 }
+
+const OP = { uses: [], params: [], module: "", type: "" };
+const THINGS = {
+  m: things("m", D.messages, { axes: [], lines: [], ways: [], params: [], title: "", module: "", home: "" }),
+  w: things("w", D.weights, { split: [], lines: [], reduce: [], aliases: [] }),
+  r: things("r", D.rows),
+  o: things("o", D.after, OP),
+  b: things("b", D.before, OP),
+  t: things("t", D.modules, { path: "", layers: "", stages: {} }),
+  l: things("l", ["", ...D.spec.lines].map((text, i) => ({ text, line: i, lines: [i] }))),
+};
+const thingOf = (x) => (THINGS[x[0]] || [])[Number(x.slice(1))];
+
+// Modules know their children, weights and messages; the module of a message's box is its home.
+const moduleAt = new Map(D.modules.map((m) => [m.path, Object.assign(m, { children: [], weights: [], messages: [] })]));
+D.modules.forEach((m) => m.parent >= 0 && D.modules[m.parent].children.push(m));
+for (const w of D.weights) {
+  w.over = w.split.map(([axis]) => axis).join("+");
+  D.modules[w.module].weights.push(w);
+}
+for (const o of D.after) {
+  const message = D.messages[o.message];
+  if (message) Object.assign(message, { op: o, home: shownPath(o.module) });
+  o.lines = unique([...(message ? message.lines : []), ...o.params.flatMap((p) => D.weights[p].lines)]);
+}
+for (const m of D.messages) {
+  const total = (key) => sum(m.ways.map((w) => w[key] || 0));
+  Object.assign(m, { count: total("count"), bytes: total("bytes"), seconds: total("seconds"), exposed: total("exposed") });
+  m.timed = m.ways.some((w) => typeof w.seconds === "number");
+  // whether a rank waits for it: "e" exposed (over 1 % of its time), "h" hidden, "u" unknown
+  m.exposure = !m.timed ? "u" : m.exposed > 0.01 * m.seconds ? "e" : "h";
+  m.kinds = unique(m.ways.map((w) => w.kind));
+  m.over = m.axes.join("+");
+  m.called = `${m.kinds.join(", ") || "no message"} over ${m.over}`;
+  if (!m.buckets) moduleAt.get(m.home).messages.push(m);
+}
+
+// --- facts
 
 /** Return in words how much of a message's time the rank waits. */
 function exposedText(m) {
-  if (!isTimed(m)) return ways(m).length ? "waits: see the timeline" : "sends nothing";
-  const all = secondsOf(m), waited = exposedOf(m);
-  return exposure(m) === "h" ? `hidden, ${seconds(all)}` : waited > 0.99 * all ? `exposed, ${seconds(all)}` : `exposed ${seconds(waited)} of ${seconds(all)}`;
+  if (!m.timed) return m.ways.length ? "waits: see the timeline" : "sends nothing";
+  const all = seconds(m.seconds);
+  return m.exposure === "h" ? `hidden, ${all}` : m.exposed > 0.99 * m.seconds ? `exposed, ${all}` : `exposed ${seconds(m.exposed)} of ${all}`;
 }
 
 /** Return exposedText, with the number of collectives in a step: the bytes beside it are of one. */
-function exposedOfAll(m) {
-  return `${exposedText(m)}${isTimed(m) && countOf(m) > 1 ? ` for all ${countOf(m).toLocaleString("en")}` : ""}`;
-}
-
-/** Return the kinds of a message's collectives, such as "all_gather, reduce_scatter". */
-function kindOf(m) {
-  const kinds = [...new Set(ways(m).map((w) => w.kind))];
-  return kinds.join(", ") || "no message";
-}
-
-function axesOf(m) {
-  return (m.axes || []).join("+");
-}
+const exposedOfAll = (m) => `${exposedText(m)}${m.timed && m.count > 1 ? ` for all ${m.count.toLocaleString("en")}` : ""}`;
 
 const axisSizes = Object.fromEntries(F.mesh);
-const splits = [...new Set(D.weights.map((w) => (w.split || []).map((s) => s[0]).join("+")).filter(Boolean))].sort();
+const splits = unique(D.weights.map((w) => w.over).filter(Boolean)).sort();
 
 /** Return the colour class of weights that are split over these axes. */
-function splitClass(axes) {
-  const at = splits.indexOf(axes);
-  return at < 0 ? "" : `s${at % 5}`;
-}
-
-const weightAxes = (w) => (w.split || []).map((s) => s[0]).join("+");
-
-/** Return how a weight is split, by dim and axis: `column` and `row` are words for linear layers only. */
-function splitText(w) {
-  return (w.split || []).map(([axis, dim]) => `dim ${dim} over ${axis}`).join(", ") || "whole on every rank";
-}
-
-// Index the modules by path, with their children, weights and messages.
-D.modules.forEach((m, i) => Object.assign(m, { i, path: m.path || "", children: [], weights: [], messages: [] }));
-const moduleAt = new Map(D.modules.map((m) => [m.path, m]));
-D.modules.forEach((m) => m.parent >= 0 && D.modules[m.parent].children.push(m));
-D.weights.forEach((w, i) => { w.i = i; D.modules[w.module || 0].weights.push(w); });
-// a message's home is the module of its box; for a message between layers that are not shown, the module around them
-D.messages.forEach((m, i) => Object.assign(m, { i, home: shownPath(m.module || "") }));
-D.after.forEach((o) => { if (o.message !== undefined) D.messages[o.message].home = shownPath(o.module || ""); });
-D.messages.forEach((m) => !m.buckets && moduleAt.get(m.home).messages.push(m));
+const splitClass = (axes) => (splits.includes(axes) ? `s${splits.indexOf(axes) % 5}` : "");
 
 /** Return the path of the nearest module around a name; for a layer that is not shown, that of the equal one. */
 function shownPath(path) {
-  const parts = path.split(".");
   let found = "";
-  for (const part of parts.filter(Boolean)) {
-    const exact = found ? `${found}.${part}` : part;
-    const module = moduleAt.get(exact) || (/^\d+$/.test(part) && equalLayer(found, Number(part)));
+  for (const part of path.split(".").filter(Boolean)) {
+    const equal = (list) => list.children.find((m) => m.layers && within(m.layers, Number(part)));
+    const module = moduleAt.get(found ? `${found}.${part}` : part) || (/^\d+$/.test(part) && equal(moduleAt.get(found)));
     if (!module) break;
     found = module.path;
   }
   return found;
-}
-
-function equalLayer(list, number) {
-  const parent = moduleAt.get(list);
-  return parent && parent.children.find((m) => m.layers && within(m.layers, number));
 }
 
 /** Return whether a number is in ranges such as "0-3,7". */
@@ -107,7 +101,7 @@ function titleOf(m) {
 
 /** Return a weight's name, in the same form. */
 function weightTitle(w) {
-  const module = D.modules[w.module || 0];
+  const module = D.modules[w.module];
   return module.path && w.name.startsWith(module.path) ? titleOf(module) + w.name.slice(module.path.length) : w.name;
 }
 
@@ -129,37 +123,16 @@ function equalModules(words) {
 // A thing on the page has the lines of the spec that caused it (data-l), and its message, weight or module (data-x).
 // Pointing at a line highlights all that it caused; pointing at a thing highlights its lines, and the same thing elsewhere.
 
-const state = { tab: "overview", module: "", picked: null, graph: "after" };
+const linesOf = (x) => (thingOf(x) || {}).lines || [];
 
-function linesOfThing(x) {
-  const i = Number(x.slice(1));
-  if (x[0] === "m") return D.messages[i].lines || [];
-  if (x[0] === "w") return D.weights[i].lines || [];
-  if (x[0] === "r") return D.rows[i].lines || [];
-  if (x[0] === "l") return [i];
-  if (x[0] === "o") {
-    const op = D.after[i];
-    return [...new Set([...(op.message !== undefined ? D.messages[op.message].lines || [] : []), ...(op.params || []).flatMap((p) => D.weights[p].lines || [])])];
-  }
-  return [];
-}
-
-/** Return the things that a line caused. */
+/** Return the things that a line caused, by their lists in the data. */
 function causedBy(line) {
-  const has = (t) => (t.lines || []).includes(line);
-  return {
-    messages: D.messages.filter(has),
-    weights: D.weights.filter(has),
-    regions: D.regions.filter(has),
-    inputs: D.inputs.filter(has),
-    activations: D.activations.filter(has),
-    rows: D.rows.filter(has),
-    stages: D.stage_lines.includes(line),
-  };
+  const lists = ["messages", "weights", "regions", "inputs", "activations", "rows"];
+  const caused = lists.map((name) => [name, D[name].filter((t) => t.lines.includes(line))]);
+  return { ...Object.fromEntries(caused), stages: D.stage_lines.includes(line) };
 }
 
 function selectorOf(x) {
   if (x[0] === "l") return `[data-l~="${x.slice(1)}"], [data-x="${x}"]`;
-  const lines = linesOfThing(x).map((line) => `[data-x="l${line}"]`);
-  return [`[data-x="${x}"]`, `[data-with~="${x}"]`, ...lines].join(", ");
+  return [`[data-x="${x}"]`, `[data-with~="${x}"]`, ...linesOf(x).map((line) => `[data-x="l${line}"]`)].join(", ");
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from shardc.artifact import emit
@@ -25,44 +25,6 @@ from shardc.report.page.spec_lines import SpecLines
 from shardc.verify.static import Proof
 
 
-@dataclass
-class Module:
-    """A row of the tree. path: name in the model; parent: number of the module around it, -1 for the root.
-
-    layers, count: the numbers of the equal layers that it represents, and how many. stages: of a pipeline, which of
-    these layers are on each stage.
-    """
-
-    path: str
-    parent: int
-    label: str
-    layers: str = ""
-    count: int = 1
-    stages: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass
-class Weight:
-    """A parameter, including those of equal layers. module, bucket: numbers; bucket -1: in none.
-
-    type: with its split, plain: without; bytes: on one rank, whole: on one device; lines: of the spec that split it.
-    """
-
-    name: str
-    module: int
-    type: str
-    plain: str
-    split: list[tuple[str, int]]
-    bytes: int
-    whole: int
-    reduce: tuple[str, ...]
-    bucket: int
-    lines: list[int]
-    count: int = 1
-    aliases: tuple[str, ...] = ()
-    frozen: bool = False
-
-
 def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool = False) -> dict[str, Any]:
     """Return the data of the page. cost: None: no times, no memory. proof: None: no verdict.
 
@@ -70,35 +32,36 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
     """
     layers, spec = Repeats() if full else repeats(program), SpecLines(program)
     modules = _modules(program, layers)
-    at = {m.path: i for i, m in enumerate(modules)}
+    at = {m["path"]: i for i, m in enumerate(modules)}
     weights, numbers = _weights(program, layers, spec, at)
     messages = Messages(program, layers, spec, numbers, cost)
     before, after = graphs(program, layers, numbers, messages.of_node)
-    regions = [
-        {
-            "text": f"{r.name}: keeps {size(r.kept)} of a microbatch, computes {size(r.dropped)} again",
-            "lines": spec.of(r.cause),
-        }
+    regions = {
+        f"{r.name}: keeps {size(r.kept)} of a microbatch, computes {size(r.dropped)} again": r.cause
         for r in program.regions
         if layers.shown(r.name) == r.name
-    ]
+    }
     inputs = [
-        {"name": ".".join(map(str, x.path)) or x.name, "type": str(x.value), "lines": spec.of_axes(_axes(x.layout))}
+        {
+            "name": ".".join(map(str, x.path)) or x.name,
+            "type": str(x.value),
+            "lines": spec.of_axes(axis.partition("[")[0] for axis, _ in x.layout.shards()),
+        }
         for x in program.inputs
     ]
     shown: dict[str, Any] = {
         "facts": _facts(program, cost),
-        "proof": _proof(proof),
+        "proof": proof and {"ok": proof.ok, "gaps": [*map(asdict, proof.gaps)], "said": str(proof).splitlines()[0]},
         "notes": [{"text": note, "lines": spec.of(note)} for note in note_lines(program.notes)],
-        "modules": [_small(m) for m in modules],
-        "weights": [_small(w) for w in weights],
-        "before": [_small(op) for op in before],
-        "after": [_small(op) for op in after],
-        "messages": [_small(m) for m in messages.all],
+        "regions": [{"text": text, "lines": spec.of(cause)} for text, cause in regions.items()],
+        "modules": _small(modules),
+        "weights": _small(weights),
+        "before": _small(before),
+        "after": _small(after),
+        "messages": _small(messages.all),
         "rows": messages.rows,
-        "regions": regions,
         "inputs": inputs,
-        "activations": spec.activations([m.path for m in modules]),
+        "activations": spec.activations(at),
         "stage_lines": spec.at("pipeline") if program.axis else [],
         "timeline": step.timeline(cost, messages.number) if cost is not None else None,
         "memory": step.memory(cost) if cost is not None else None,
@@ -121,9 +84,7 @@ def _facts(program: Program, cost: Cost | None) -> dict[str, Any]:
         "schedule": program.schedule.name if program.schedule is not None else "",
         "microbatches": program.microbatches,
         "numbers": sum(math.prod(p.shape) for p in program.params),
-        "parameters": sum(p.value.nbytes() for p in program.params),
         "mine": program.parameter_bytes() if program.stages else 0,
-        "torch": str(program.meta.get("torch", "")),
     }
     if cost is not None:
         facts |= {
@@ -133,91 +94,81 @@ def _facts(program: Program, cost: Cost | None) -> dict[str, Any]:
             "peak": cost.memory.peak,
             "limit": cost.device.memory,
             "fits": cost.fits,
-            "flops": cost.flops,
             "exposed": dict(cost.exposed),
         }
     return facts
 
 
-def _proof(proof: Proof | None) -> dict[str, Any] | None:
-    if proof is None:
-        return None
-    gaps = [asdict(gap) for gap in proof.gaps]
-    return {"ok": proof.ok, "gaps": gaps, "said": str(proof).partition("\n")[0]}
+def _modules(program: Program, layers: Repeats) -> list[dict[str, Any]]:
+    """Return the modules of the tree in the model's order, outer ones first, equal layers once.
 
-
-def _modules(program: Program, layers: Repeats) -> list[Module]:
-    """Return the modules of the tree in the model's order, outer ones first, equal layers once."""
+    path: name in the model; parent: number of the module around it, -1 for the root. layers, count: the numbers of the
+    equal layers that it represents, and how many. stages: of a pipeline, which of these layers are on each stage.
+    """
     names = [source_of(n).module for n in program.graph.nodes if n.op == "call_function"]
     names += [p.fqn.rpartition(".")[0] for p in program.params]
     stages: defaultdict[str, defaultdict[int, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
     for i, stage in enumerate(program.stages if program.axis else ()):
-        for n in stage.graph.nodes:
-            if n.op == "call_function":
-                name = source_of(n).module
-                names.append(name)
-                parts = name.split(".") if name else []
-                for depth in range(len(parts) + 1):
-                    whole = ".".join(parts[:depth])
-                    stages[layers.shown(whole)][i].setdefault(parts[depth - 1] if depth else "")
-    known: dict[str, int] = {"": 0}
-    modules = [Module("", -1, str(program.meta.get("model", "program")))]
-    for name in dict.fromkeys(layers.shown(n) for n in names):
-        parts = name.split(".") if name else []
-        for depth in range(1, len(parts) + 1):
-            path = ".".join(parts[:depth])
-            if path in known:
-                continue
-            known[path] = len(modules)
-            numbers = layers.same_layers.get(path, ())
-            label = parts[depth - 1]
-            modules.append(Module(path, known[".".join(parts[: depth - 1])], label))
-            if len(numbers) > 1:
-                modules[-1].layers, modules[-1].count = ranges(numbers), len(numbers)
-    for module in modules:
-        for i, numbers_here in sorted(stages[module.path].items()):
-            module.stages[i] = ranges(numbers_here) if module.count > 1 else ""
+        for name in (source_of(n).module for n in stage.graph.nodes if n.op == "call_function"):
+            names.append(name)
+            for whole in _around(name):
+                stages[layers.shown(whole)][i].setdefault(whole.rpartition(".")[2])
+    at: dict[str, int] = {}
+    modules: list[dict[str, Any]] = []
+    for path in (path for name in dict.fromkeys(layers.shown(n) for n in ["", *names]) for path in _around(name)):
+        if path in at:
+            continue
+        at[path] = len(modules)
+        outer, _, label = path.rpartition(".")
+        same = layers.same_layers.get(path, ())
+        equal = {"layers": ranges(same), "count": len(same)} if len(same) > 1 else {"count": 1}
+        here = {i: ranges(numbers) if len(same) > 1 else "" for i, numbers in sorted(stages[path].items())}
+        label = label or str(program.meta.get("model", "program"))
+        modules.append({"path": path, "parent": at[outer] if path else -1, "label": label, **equal, "stages": here})
     return modules
+
+
+def _around(name: str) -> list[str]:
+    """Return the modules around a name, outermost first, and the name."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _weights(
     program: Program, layers: Repeats, spec: SpecLines, modules: dict[str, int]
-) -> tuple[list[Weight], dict[str, int]]:
-    """Return the parameters of the shown layers, and by placeholder the number of the one shown for it."""
-    weights: list[Weight] = []
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Return the parameters of the shown layers, and by placeholder the number of the one shown for it.
+
+    type: with its split, plain: without; bytes: on one rank, whole: on one device; lines: of the spec that split it;
+    module, bucket: numbers; bucket -1: in none; count: number of equal ones.
+    """
+    weights: list[dict[str, Any]] = []
     at: dict[str, int] = {}
-    numbers: dict[str, int] = {}
     for p in program.params:
         name = layers.shown(p.fqn)
-        if name in at:
-            weights[at[name]].count += 1
-        else:
-            at[name] = len(weights)
-            split = [(axis, shard.dim) for axis, shard in p.layout.shards()]
+        if at.setdefault(name, len(weights)) == len(weights):
             weights.append(
-                Weight(
-                    name,
-                    modules.get(name.rpartition(".")[0], 0),
-                    str(p.value),
-                    show(p.shape, p.dtype, Layout()),
-                    split,
-                    p.value.nbytes(program.mesh),
-                    p.value.nbytes(),
-                    p.reduce,
-                    p.bucket,
-                    spec.of_param(p),
-                    aliases=p.aliases,
-                    frozen=not p.requires_grad,
-                )
+                {
+                    "name": name,
+                    "module": modules.get(name.rpartition(".")[0], 0),
+                    "type": str(p.value),
+                    "plain": show(p.shape, p.dtype, Layout()),
+                    "split": [(axis, shard.dim) for axis, shard in p.layout.shards()],
+                    "bytes": p.value.nbytes(program.mesh),
+                    "whole": p.value.nbytes(),
+                    "reduce": p.reduce,
+                    "bucket": p.bucket,
+                    "lines": spec.of_param(p),
+                    "aliases": p.aliases,
+                    "frozen": not p.requires_grad,
+                    "count": 0,
+                }
             )
-        numbers[p.name] = at[name]
-    return weights, numbers
+        weights[at[name]]["count"] += 1
+    return weights, {p.name: at[layers.shown(p.fqn)] for p in program.params}
 
 
-def _axes(layout: Layout) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(re.sub(r"\[.*", "", axis) for axis, _ in layout.shards()))
-
-
-def _small(record: Any) -> dict[str, Any]:
-    """Return a record as JSON without empty values: the page's scripts know the defaults."""
-    return {k: v for k, v in asdict(record).items() if v not in ("", None, [], {}, ()) and v is not False}
+def _small(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return records without their empty values: the page's scripts restore these."""
+    empty: tuple[Any, ...] = ("", None, [], {}, ())
+    return [{k: v for k, v in x.items() if v not in empty and v is not False} for x in records]

@@ -28,24 +28,24 @@ textWidth = (text, font) => {
 // --- highlights
 
 function light(x) {
-  document.querySelectorAll(".lit").forEach((e) => e.classList.remove("lit"));
   const shown = x || state.picked;
-  if (shown) document.querySelectorAll(selectorOf(shown)).forEach((e) => e.classList.add("lit"));
-  document.querySelectorAll(".picked").forEach((e) => e.classList.remove("picked"));
-  if (state.picked) document.querySelectorAll(`[data-x="${state.picked}"]`).forEach((e) => e.classList.add("picked"));
+  const give = (kind, selector) => {
+    document.querySelectorAll(`.${kind}`).forEach((e) => e.classList.remove(kind));
+    if (selector) document.querySelectorAll(selector).forEach((e) => e.classList.add(kind));
+  };
+  give("lit", shown && selectorOf(shown));
+  give("picked", state.picked && `[data-x="${state.picked}"]`);
   counts(shown);
 }
 
 /** Show on each tab how many highlighted things its panel has. */
 function counts(x) {
-  const line = x && x[0] === "l" ? causedBy(Number(x.slice(1))) : null;
-  const found = line ? { graph: line.messages.filter((m) => !m.buckets).length, comm: line.rows.length, timeline: line.messages.filter(isTimed).length } : {};
-  document.querySelectorAll("#tabs button").forEach((button) => {
-    const n = found[button.dataset.tab];
-    const old = button.querySelector("i");
-    if (old) old.remove();
-    if (n) button.append(made(el("i", { title: "things that the line of the spec caused" }, String(n))));
-  });
+  const { messages, rows } = causedBy(x && x[0] === "l" ? Number(x.slice(1)) : 0);
+  const lit = { graph: messages.filter((m) => !m.buckets), comm: rows, timeline: messages.filter((m) => m.timed) };
+  document.querySelectorAll("#tabs i").forEach((old) => old.remove());
+  for (const [tab, { length }] of Object.entries(lit)) {
+    if (length) byId(`tab-${tab}`).append(made(el("i", { title: "things that the line of the spec caused" }, String(length))));
+  }
 }
 
 // --- a tip at the pointer, for text that has no room
@@ -62,17 +62,9 @@ function tip(text, at) {
 
 /** Highlight the thing under the pointer or the focus, in all places. */
 function follow() {
-  const thingOf = (e) => e.target.closest && e.target.closest("[data-x]");
-  document.addEventListener("pointerover", (e) => {
-    const found = thingOf(e);
-    light(found ? found.dataset.x : null);
-    const said = e.target.closest && e.target.closest("[data-tip]");
-    tip(said ? said.dataset.tip : "", e);
-  });
-  document.addEventListener("pointermove", (e) => {
-    const said = e.target.closest && e.target.closest("[data-tip]");
-    if (said) tip(said.dataset.tip, e);
-  });
+  const near = (e, name) => { const found = e.target.closest && e.target.closest(`[data-${name}]`); return found ? found.dataset[name] : ""; };
+  document.addEventListener("pointerover", (e) => { light(near(e, "x")); tip(near(e, "tip"), e); });
+  document.addEventListener("pointermove", (e) => { if (near(e, "tip")) tip(near(e, "tip"), e); });
   document.addEventListener("pointerleave", () => { light(null); tip("", {}); });
-  document.addEventListener("focusin", (e) => { const found = thingOf(e); if (found) light(found.dataset.x); });
+  document.addEventListener("focusin", (e) => { if (near(e, "x")) light(near(e, "x")); });
 }

@@ -1,6 +1,6 @@
-// Make the parts of all drawings: elements as plain values, their text as a file, numbers for people, round axes.
-// Nothing here or in a panel's file uses a document: document.js makes a page's elements, and the documentation's pictures
-// are the same elements as text. Names become text of an element or of an attribute, never markup.
+// Make the parts of all drawings: elements as plain values, numbers for people, round axes.
+// Nothing here or in a panel's file uses a document: document.js makes a page's elements, and docs/drawing.js writes the
+// same elements as text, for the documentation's pictures. Names become text of an element or of an attribute, never markup.
 "use strict";
 
 // --- elements
@@ -27,24 +27,40 @@ function sized(node, styles) {
   return node;
 }
 
-/** Mark an element as a thing. x: "m3" message 3, "w3" weight 3, "o3" op 3 of the program, "l3" line 3 of the spec. */
-function thing(node, x, lines) {
+/** Mark an element as a thing, which is named by x (base.js), and as what lines of the spec caused. */
+function thing(node, { x, lines }) {
   if (x) node.attributes["data-x"] = x;
   if (lines && lines.length) node.attributes["data-l"] = lines.join(" ");
   return node;
 }
 
+/** Return a handler of keys. acts: a function by the name of a key; if it returns false, the key is left to others. */
+const keyed = (acts) => (e) => {
+  if (!acts[e.key] || acts[e.key](e) === false) return;
+  e.preventDefault();
+  e.stopPropagation();
+};
+
 /** Call `act` on a click, Enter or space. */
 function acts(node, act) {
   node.attributes.tabindex = node.attributes.tabindex || "0";
-  const key = (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); e.stopPropagation(); act(e); } };
-  node.on.push(["click", act], ["keydown", key]);
+  node.on.push(["click", act], ["keydown", keyed({ Enter: act, " ": act })]);
   return node;
 }
 
+const button = (text, onclick, more = {}) => el("button", { type: "button", onclick, ...more }, text);
+const link = (text, onclick) => button(text, onclick, { class: "link" });
+const group = (name, ...buttons) => el("span", { class: "group", role: "group", "aria-label": name }, buttons);
+/** Return buttons for the size of a picture. by: a factor; whole: what "fit" shows. */
+const sizes = (act, by, whole) => group("Size", [["−", 1 / by, "smaller (−)"], ["fit", 0, `${whole} (0)`], ["+", by, "larger (+)"]].map(([text, times, about]) => button(text, () => act(times), { title: about, "aria-label": about })));
 const code = (text) => el("code", {}, text);
 const number = (text, kind = "") => el("td", { class: `number ${kind}` }, text);
 const mark = (colour, text) => el("span", {}, sized(el("i"), { background: colour }), text);
+
+/** Return parts of a whole as a bar. parts: [number, colour, text]. */
+function bar(parts, whole, about = null) {
+  return el("div", { class: "bar", role: about && "img", "aria-label": about }, parts.map(([n, colour, text]) => sized(el("i", { title: text }), { background: colour, width: `${100 * n / whole}%` })));
+}
 
 /** Return a table with a scroll bar. heads: texts, "#text" for a column of numbers; rows: lists of cells, or elements. */
 function table(heads, rows, { wide = true, ...attributes } = {}) {
@@ -60,41 +76,10 @@ function list(pairs) {
   return el("dl", {}, known.flatMap(([term, about]) => [el("dt", {}, term), el("dd", {}, about)]));
 }
 
-const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-
-/** Return an element as text. A tip becomes a title, which any viewer of SVG shows. */
-function markup(node) {
-  if (!node.tag) return escaped(node);
-  const styles = Object.entries(node.style).map(([name, value]) => `${name}:${value}`).join(";");
-  const attributes = Object.entries({ ...node.attributes, ...(styles ? { style: styles } : {}) });
-  const tip = node.svg && node.attributes["data-tip"] ? `<title>${escaped(node.attributes["data-tip"])}</title>` : "";
-  const head = attributes.map(([name, value]) => ` ${name}="${escaped(value)}"`).join("");
-  const inside = tip + node.children.map(markup).join("");
-  return inside || !node.svg ? `<${node.tag}${head}>${inside}</${node.tag}>` : `<${node.tag}${head}/>`;
-}
-
-/** Return a drawing as a complete SVG file. sheet: picture.css, whose colours are inserted, for both themes. */
-function standalone(drawing, title, sheet) {
-  const colours = Object.fromEntries([...sheet.matchAll(/(--[\w-]+): ([^;]+);/g)].map((m) => [m[1], m[2]]));
-  const filled = (text, theme) => text.replace(/var\((--[\w-]+)\)/g, (_, name) => colours[name].replace(/light-dark\((.*), (.*)\)/, theme));
-  const rules = sheet.replace(/\/\*.*?\*\/|:root[^{]*\{[^}]*\}/gs, "").trim();
-  const style = `\n${filled(rules, "$1")}\n@media(prefers-color-scheme:dark){\n${filled(rules, "$2")}\n}`;
-  const wide = Number(drawing.attributes.width), top = 36, height = Number(drawing.attributes.height) + top;
-  const width = Math.max(wide, 24 + textWidth(title, "600 14px sans-serif"));
-  const root = svg("svg", { xmlns: "http://www.w3.org/2000/svg", width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
-    svg("title", {}, title), svg("style", {}, style), svg("rect", { class: "paper", width, height }), svg("text", { class: "title", x: 12, y: 22 }, title),
-    svg("svg", { x: (width - wide) / 2, y: top, width: wide, height: height - top, viewBox: drawing.attributes.viewBox }, drawing.children));
-  return `${filled(markup(root), "$1")}\n`;
-}
-
 // --- widths of texts
 
-/** Estimate the width of a text in pixels, by Helvetica's letters or a monospaced font. A page measures it instead. */
-let textWidth = (text, font) => {
-  const high = Number(/([\d.]+)px/.exec(font)[1]);
-  const letters = [...text].map((c) => (/mono/.test(font) ? 0.61 : /[iljtf.,:;|!'()[\] ]/.test(c) ? 0.3 : /[mwMW@%—]/.test(c) ? 0.88 : /[A-Z]/.test(c) ? 0.7 : 0.57));
-  return high * sum(letters) * (/600/.test(font) ? 1.12 : 1.05);
-};
+// the width of a text in pixels: document.js measures it
+let textWidth;
 
 /** Shorten a text to fit, with … at its end. */
 function cut(text, pixels, high = 12) {
@@ -118,14 +103,25 @@ function seconds(s) {
 
 function count(n) {
   for (const [unit, each] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3]]) if (n >= each) return `${(n / each).toFixed(1)} ${unit}`;
-  return String(n);
+  return String(Number(n.toPrecision(4)));
 }
 
+const unique = (values) => [...new Set(values)];
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const several = (n, one, plural = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : plural}`;
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
+/** Group items by a key: a Map, in the order of the first ones. */
+function groupBy(items, key) {
+  const groups = new Map();
+  for (const x of items) groups.set(key(x), groups.get(key(x)) || []).get(key(x)).push(x);
+  return groups;
+}
+
 // --- axes
+
+const line = (x1, x2, y1, y2, kind = "grid") => svg("line", { class: kind, x1, x2, y1, y2 });
+const label = (x, y, text, more = {}) => svg("text", { class: "soft", x, y, ...more }, text);
 
 /** Return 0 and at most `most` round numbers up to `end`: 1, 2 or 5 times a power of 10; binary: powers of 2. */
 function ticks(end, most, binary = false) {

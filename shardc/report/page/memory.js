@@ -26,33 +26,30 @@ function keptBy(p) {
 }
 
 function memoryPicture(p, m, kinds, peak, wide) {
-  const high = m.panels.length > 2 ? 120 : 200, left = 64;
+  const high = m.panels.length > 2 ? 120 : 200, left = 64, W = Math.max(wide, 300), inner = W - left - 8;
   const top = 1.06 * (m.limit < 3 * peak ? Math.max(peak, m.limit) : peak);
-  const n = p.ops.length;
-  const W = Math.max(wide, 300), inner = W - left - 8;
+  const n = p.ops.length, end = { "text-anchor": "end" };
   const X = (i) => left + i / n * inner, Y = (bytes) => 6 + high * (1 - bytes / top);
-  const parts = [];
-  ticks(top, 4, true).forEach((bytes) => parts.push(svg("line", { class: "grid", x1: left, x2: W - 8, y1: Y(bytes), y2: Y(bytes) }), svg("text", { class: "soft", x: left - 5, y: Y(bytes) + 4, "text-anchor": "end" }, size(bytes))));
-  let below_ = new Array(n).fill(0);
+  const parts = ticks(top, 4, true).flatMap((bytes) => [line(left, W - 8, Y(bytes), Y(bytes)), label(left - 5, Y(bytes) + 4, size(bytes), end)]);
+  let total = new Array(n).fill(0);
   for (const kind of kinds.filter((k) => p.curve[k])) {
-    const above = below_.map((b, i) => b + p.curve[kind][i]);
+    const above = total.map((b, i) => b + p.curve[kind][i]);
     const there = above.map((b, i) => `V${Y(b).toFixed(1)}H${X(i + 1).toFixed(1)}`).join("");
-    const back = below_.map((b, i) => [b, i]).reverse().map(([b, i]) => `V${Y(b).toFixed(1)}H${X(i).toFixed(1)}`).join("");
+    const back = total.map((b, i) => `V${Y(b).toFixed(1)}H${X(i).toFixed(1)}`).reverse().join("");
     parts.push(sized(svg("path", { d: `M${left},${Y(0)}${there}${back}Z` }), { fill: KINDS[kind] }));
-    below_ = above;
+    total = above;
   }
-  const total = below_, at = total.indexOf(Math.max(...total));
+  const at = total.indexOf(Math.max(...total));
   p.parts.forEach(([name, begin], i) => {
-    const end = i + 1 < p.parts.length ? p.parts[i + 1][1] : n;
-    parts.push(svg("line", { class: "grid", x1: X(begin), x2: X(begin), y1: 6, y2: high + 6 }));
-    const short = [name, name.split(" of ")[0], name.replace(/(\w)\w* of microbatch (\d+).*/, (_, k, mb) => k.toUpperCase() + mb)].find((t) => textWidth(t, "11px system-ui") < X(end) - X(begin) - 4);
-    if (short) parts.push(svg("text", { class: "soft", x: (X(begin) + X(end)) / 2, y: high + 19, "text-anchor": "middle" }, short));
+    const wide = X(i + 1 < p.parts.length ? p.parts[i + 1][1] : n) - X(begin);
+    const short = [name, name.split(" of ")[0], name.replace(/(\w)\w* of microbatch (\d+).*/, (_, k, mb) => k.toUpperCase() + mb)].find((t) => textWidth(t, "11px system-ui") < wide - 4);
+    parts.push(line(X(begin), X(begin), 6, high + 6), short ? label(X(begin) + wide / 2, high + 19, short, { "text-anchor": "middle" }) : "");
   });
-  if (m.limit <= top) parts.push(svg("line", { class: "limit", x1: left, x2: W - 8, y1: Y(m.limit), y2: Y(m.limit) }), svg("text", { class: "soft", x: W - 10, y: Y(m.limit) - 4, "text-anchor": "end" }, `${F.device} has ${size(m.limit)}`));
+  if (m.limit <= top) parts.push(line(left, W - 8, Y(m.limit), Y(m.limit), "limit"), label(W - 10, Y(m.limit) - 4, `${F.device} has ${size(m.limit)}`, end));
   parts.push(sized(svg("circle", { cx: X(at + 0.5), cy: Y(total[at]), r: 4 }), { fill: "var(--bad)" }));
   const moment = (i) => {
-    const part = [...p.parts].reverse().find(([, begin]) => begin <= i);
-    return `${size(total[i])} in ${part ? part[0] : "the step"}${p.names[p.ops[i]] ? `, ${p.names[p.ops[i]]}` : ""}: ${kinds.filter((k) => p.curve[k] && p.curve[k][i]).map((k) => `${k} ${size(p.curve[k][i])}`).join(", ")}`;
+    const part = p.parts.filter(([, begin]) => begin <= i).at(-1), live = kinds.filter((k) => p.curve[k] && p.curve[k][i]);
+    return `${size(total[i])} in ${part ? part[0] : "the step"}${p.names[p.ops[i]] ? `, ${p.names[p.ops[i]]}` : ""}: ${live.map((k) => `${k} ${size(p.curve[k][i])}`).join(", ")}`;
   };
   let place = at;
   const move = (picture, i) => {
@@ -60,14 +57,10 @@ function memoryPicture(p, m, kinds, peak, wide) {
     for (const end of ["x1", "x2"]) picture.querySelector(".cross").setAttribute(end, X(place + 0.5));
     picture.nextElementSibling.textContent = moment(place);
   };
+  const steps = Object.entries({ ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }).map(([key, by]) => [key, (e) => move(e.currentTarget, place + by)]);
   const picture = svg("svg", { width: W, height: high + 26, tabindex: "0", role: "img", "aria-label": `memory of ${placeOf(p)}: peak ${size(p.peak)} at ${p.where}. Left and right move along the step.`,
     onpointermove: (e) => move(e.currentTarget, Math.floor((e.clientX - e.currentTarget.getBoundingClientRect().left - left) / inner * n)),
-    onkeydown: (e) => {
-      const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[e.key];
-      if (by === undefined) return;
-      move(e.currentTarget, place + by);
-      e.preventDefault();
-    } }, parts, svg("line", { class: "cross", x1: X(at + 0.5), x2: X(at + 0.5), y1: 6, y2: high + 6 }));
+    onkeydown: keyed(Object.fromEntries(steps)) }, parts, line(X(at + 0.5), X(at + 0.5), 6, high + 6, "cross"));
   return el("figure", {}, el("h3", {}, `${placeOf(p)}: ${size(p.peak)}`, " ", el("small", {}, `at ${p.where}`)), picture, el("p", { class: "hint", "aria-live": "polite" }, moment(at)));
 }
 

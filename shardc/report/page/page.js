@@ -2,7 +2,6 @@
 "use strict";
 
 const BESIDE = { tree: "modules", spec: "lines" };  // on a narrow screen these are shown as panels, and moved back afterwards
-const NARROW = Object.keys(BESIDE);
 
 function giveBack() {
   for (const [home, id] of Object.entries(BESIDE)) {
@@ -12,17 +11,17 @@ function giveBack() {
 }
 
 function drawTabs() {
-  fill(byId("tabs"), Object.entries(TABS).map(([key, text], i) => el("button", { type: "button", role: "tab", id: `tab-${key}`, "data-tab": key, "aria-selected": String(key === state.tab), "aria-controls": "panel", tabindex: key === state.tab ? "0" : "-1", class: NARROW.includes(key) ? "narrow" : "", title: NARROW.includes(key) ? text : `${text} (${i + 1})`, onclick: () => show(key),
-    onkeydown: (e) => {
-      const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
-      if (!by) return;
-      const shown = Object.keys(TABS).filter((k) => byId(`tab-${k}`).offsetParent);
-      const to = shown[(shown.indexOf(key) + by + shown.length) % shown.length];
-      show(to);
-      byId(`tab-${to}`).focus();
-      e.preventDefault();
-    } }, text)));
-  const tabs = byId("tabs"), shown = byId(`tab-${state.tab}`);
+  const go = (key, by) => {
+    const shown = Object.keys(TABS).filter((k) => byId(`tab-${k}`).offsetParent);
+    const to = shown[(shown.indexOf(key) + by + shown.length) % shown.length];
+    show(to);
+    byId(`tab-${to}`).focus();
+  };
+  const tabs = byId("tabs");
+  fill(tabs, Object.entries(TABS).map(([key, text], i) => button(text, () => show(key), {
+    role: "tab", id: `tab-${key}`, "data-tab": key, "aria-selected": String(key === state.tab), "aria-controls": "panel", tabindex: key === state.tab ? "0" : "-1",
+    class: BESIDE[key] ? "narrow" : "", title: BESIDE[key] ? text : `${text} (${i + 1})`, onkeydown: keyed({ ArrowRight: () => go(key, 1), ArrowLeft: () => go(key, -1) }) })));
+  const shown = byId(`tab-${state.tab}`);
   tabs.scrollLeft = shown.offsetLeft - tabs.offsetLeft - (tabs.clientWidth - shown.offsetWidth) / 2;
 }
 
@@ -58,17 +57,10 @@ function reveal(x) {
   if (found.focus) found.focus({ preventScroll: true });
 }
 
-/** Focus one of the lines of the spec that cause something, by its index among them. */
-function focusLine(at) {
-  const lines = [...document.querySelectorAll("#lines .cause")];
-  if (lines[at]) lines[at].focus();
-}
-
-function lineKey(e) {
-  const by = { ArrowDown: 1, ArrowUp: -1 }[e.key];
-  if (!by) return;
-  focusLine([...document.querySelectorAll("#lines .cause")].indexOf(e.currentTarget) + by);
-  e.preventDefault();
+/** Focus the line of the spec that is `by` lines after the one of an event; only lines that cause something count. */
+function nextLine(e, by) {
+  const lines = [...document.querySelectorAll("#lines .cause")], line = lines[e ? lines.indexOf(e.currentTarget) + by : 0];
+  if (line) line.focus();
 }
 
 /** Select a thing, or nothing, and show its details. */
@@ -76,15 +68,14 @@ function pick(x, { quiet = false } = {}) {
   state.picked = x;
   const box = byId("details");
   box.classList.toggle("empty", !x);
-  const close = el("button", { type: "button", title: "select nothing (Esc)", "aria-label": "select nothing", onclick: () => pick(null) }, "×");
+  const close = button("×", () => pick(null), { title: "select nothing (Esc)", "aria-label": "select nothing" });
   const [title, ...parts] = x ? about(x) : [];
   fill(box, x ? [el("div", { class: "title" }, el("h2", {}, title), close), parts] : el("p", { class: "hint" }, "Nothing is selected. Point at a line of the spec to light what it caused, or at anything else to light its line; a click keeps it, and tells here its cause, its bytes, and whether a rank waits for it."));
   box.scrollTop = 0;
   light(null);
   document.body.classList.toggle("selected", Boolean(x));
   if (x && x[0] !== "l") {
-    const line = linesOfThing(x)[0];
-    const row = line && document.querySelector(`#lines [data-x="l${line}"]`);
+    const row = document.querySelector(`#lines [data-x="l${linesOf(x)[0]}"]`);
     if (row) row.scrollIntoView({ block: "nearest" });
   }
   if (!quiet) remember();
@@ -117,17 +108,13 @@ function focusRow(path) {
 }
 
 function treeKey(e, module, open) {
-  const rows = [...document.querySelectorAll("#modules .row")];
-  const at = rows.indexOf(e.currentTarget);
-  const to = { ArrowDown: rows[at + 1], ArrowUp: rows[at - 1], Home: rows[0], End: rows[rows.length - 1] }[e.key];
-  if (to) to.focus();
-  else if (e.key === "ArrowRight" && module.children.length && !open) turnRow(module);
-  else if (e.key === "ArrowRight" && open && rows[at + 1]) rows[at + 1].focus();
-  else if (e.key === "ArrowLeft" && open && module.children.length) turnRow(module);
-  else if (e.key === "ArrowLeft" && module.parent >= 0) focusRow(D.modules[module.parent].path);
-  else if (e.key === "Enter" || e.key === " ") openModule(module.path);
-  else return;
-  e.preventDefault();
+  const rows = [...document.querySelectorAll("#modules .row")], at = rows.indexOf(e.currentTarget), inner = module.children.length;
+  const focus = (row) => (row ? row.focus() : false), openIt = () => openModule(module.path), turn = () => turnRow(module);
+  keyed({
+    ArrowDown: () => focus(rows[at + 1]), ArrowUp: () => focus(rows[at - 1]), Home: () => focus(rows[0]), End: () => focus(rows.at(-1)), Enter: openIt, " ": openIt,
+    ArrowRight: () => (open ? focus(rows[at + 1]) : inner ? turn() : false),
+    ArrowLeft: () => (open && inner ? turn() : module.parent >= 0 ? focusRow(D.modules[module.parent].path) : false),
+  })(e);
 }
 
 const zoom = { before: 1, after: 1 };
@@ -141,12 +128,12 @@ function scaleGraph(by) {
 
 /** Fit a graph to the width, but keep text legible: a wide graph is scrolled. */
 function fitGraph(key) {
-  const sheet_ = byId(`sheet-${key}`);
-  if (!sheet_) return;
-  const wide = Number(sheet_.firstChild.dataset.width);
-  zoom[key] = Math.min(1, Math.max(state.graph === "both" ? 0.5 : 0.62, (sheet_.clientWidth - 4) / wide));
+  const sheet = byId(`sheet-${key}`);
+  if (!sheet) return;
+  const { width, middle } = sheet.firstChild.dataset;
+  zoom[key] = Math.min(1, Math.max(state.graph === "both" ? 0.5 : 0.62, (sheet.clientWidth - 4) / width));
   apply(key);
-  sheet_.scrollLeft = Number(sheet_.firstChild.dataset.middle) * zoom[key] - sheet_.clientWidth / 2;
+  sheet.scrollLeft = middle * zoom[key] - sheet.clientWidth / 2;
 }
 
 function apply(key) {
@@ -193,30 +180,22 @@ function recall() {
     unfold(state.module);
     drawTree();
   }
-  const known = /^[mwlrobt]\d+$/.test(picked || "") && exists(picked);
-  state.picked = known ? picked : null;
+  state.picked = (thingOf(picked || "") || { x: null }).x;
   show(tab || "overview", { quiet: true });
   pick(state.picked, { quiet: true });
   if (state.picked && state.tab !== "overview") reveal(state.picked);
 }
 
-function exists(x) {
-  const i = Number(x.slice(1));
-  return i < { m: D.messages, w: D.weights, l: [0, ...D.spec.lines], r: D.rows, o: D.after, b: D.before, t: D.modules }[x[0]].length;
-}
-
 // --- search
 
-const INDEX = [];
-
-function buildIndex() {
-  D.modules.forEach((m) => m.path && INDEX.push({ text: m.path, about: m.layers ? `module; layers ${m.layers} are equal` : "module", act: () => { openModule(m.path); pick(`t${m.i}`); } }));
-  D.messages.forEach((m) => INDEX.push({ text: `${kindOf(m)} over ${axesOf(m)}${m.buckets ? `, ${m.name}` : ""}`, about: [m.module, m.cause, m.name].filter(Boolean).join(" · "), act: () => pick(tagOf(m)) }));
-  D.weights.forEach((w) => INDEX.push({ text: w.name, about: `weight · ${w.type}`, act: () => pick(`w${w.i}`) }));
-  D.spec.lines.forEach((line, i) => line.trim() && INDEX.push({ text: line.trim(), about: `line ${i + 1} of the spec`, act: () => pick(`l${i + 1}`) }));
-  D.after.forEach((o, i) => o.message === undefined && !o.like && INDEX.push({ text: o.name, about: `${o.op} in ${o.module || F.model} · ${o.type || ""}`, act: () => { state.graph = "after"; openModule(shownPath(o.module || "")); pick(`o${i}`); reveal(`o${i}`); } }));
-  Object.entries(TABS).forEach(([key, text]) => INDEX.push({ text, about: "panel", act: () => show(key) }));
-}
+const INDEX = [
+  ...D.modules.filter((m) => m.path).map((m) => ({ text: m.path, about: m.layers ? `module; layers ${m.layers} are equal` : "module", act: () => { openModule(m.path); pick(m.x); } })),
+  ...D.messages.map((m) => ({ text: `${m.called}${m.buckets ? `, ${m.name}` : ""}`, about: [m.module, m.cause, m.name].filter(Boolean).join(" · "), act: () => pick(m.x) })),
+  ...D.weights.map((w) => ({ text: w.name, about: `weight · ${w.type}`, act: () => pick(w.x) })),
+  ...THINGS.l.filter((l) => l.text.trim()).map((l) => ({ text: l.text.trim(), about: `line ${l.line} of the spec`, act: () => pick(l.x) })),
+  ...D.after.filter((o) => o.message === undefined && !o.like).map((o) => ({ text: o.name, about: `${o.op} in ${o.module || F.model} · ${o.type}`, act: () => { state.graph = "after"; openModule(shownPath(o.module)); pick(o.x); reveal(o.x); } })),
+  ...Object.entries(TABS).map(([key, text]) => ({ text, about: "panel", act: () => show(key) })),
+];
 
 /** Find entries with all words, best first: text that starts with them, then text that has them, then all others. */
 function found(words) {
@@ -224,7 +203,7 @@ function found(words) {
   const hits = INDEX.filter((entry) => { const all = `${entry.text} ${entry.about}`.toLowerCase(); return parts.every((p) => all.includes(p)); });
   const rank = (entry) => { const text = entry.text.toLowerCase(); return text === words.toLowerCase() ? 0 : text.startsWith(parts[0]) ? 1 : parts.every((p) => text.includes(p)) ? 2 : 3; };
   hits.sort((a, b) => rank(a) - rank(b));
-  const layers = equalModules(words).map(({ text, module }) => ({ text, about: `equal to ${titleOf(module)}, shown there`, act: () => { openModule(module.path); pick(`t${module.i}`); } }));
+  const layers = equalModules(words).map(({ text, module }) => ({ text, about: `equal to ${titleOf(module)}, shown there`, act: () => { openModule(module.path); pick(module.x); } }));
   return [...layers, ...hits].slice(0, 40);
 }
 
@@ -242,15 +221,8 @@ function search() {
     box.setAttribute("aria-expanded", String(!results.hidden));
     if (hits.length) mark_();
   });
-  box.addEventListener("keydown", (e) => {
-    if (e.key === "ArrowDown") at = Math.min(at + 1, hits.length - 1);
-    else if (e.key === "ArrowUp") at = Math.max(at - 1, 0);
-    else if (e.key === "Enter") { go(at); return; }
-    else if (e.key === "Escape") { box.value = ""; close(); box.blur(); return; }
-    else return;
-    mark_();
-    e.preventDefault();
-  });
+  const move = (to) => { at = Math.max(Math.min(to, hits.length - 1), 0); mark_(); };
+  box.addEventListener("keydown", keyed({ ArrowDown: () => move(at + 1), ArrowUp: () => move(at - 1), Enter: () => go(at), Escape: () => { box.value = ""; close(); box.blur(); } }));
   box.addEventListener("blur", close);
 }
 
@@ -260,7 +232,7 @@ const KEYS = [["/", "search"], ["1 … 7", "the panels"], ["Tab, Enter", "go to 
 
 function help() {
   const box = byId("keys");
-  fill(box, el("h2", {}, "Keys"), table([], KEYS.map(([key, about_]) => [el("kbd", {}, key), about_]), { wide: false }), el("h3", {}, "Types and words"), typesHelp(), el("p", {}, el("button", { type: "button", onclick: () => box.close() }, "close")));
+  fill(box, el("h2", {}, "Keys"), table([], KEYS.map(([key, about_]) => [el("kbd", {}, key), about_]), { wide: false }), el("h3", {}, "Types and words"), typesHelp(), el("p", {}, button("close", () => box.close())));
   box.showModal();
 }
 
@@ -272,25 +244,17 @@ function theme() {
 
 function keys(e) {
   if (e.ctrlKey || e.metaKey || e.altKey || e.target.matches("input") || byId("keys").open) return;
-  const resize = { "+": 1.25, "=": 1.25, "-": 0.8, 0: 0 }[e.key];
-  const shown = Object.keys(TABS).filter((k) => !NARROW.includes(k));
-  if (e.key === "/") byId("search").focus();
-  else if (e.key === "?") help();
-  else if (e.key === "d") theme();
-  else if (e.key === "m") focusRow(state.module);
-  else if (e.key === "s") focusLine(0);
-  else if (e.key === "Escape") pick(null);
-  else if (e.key === "u" && state.module) openModule(D.modules[moduleAt.get(state.module).parent].path);
-  else if (/^[1-9]$/.test(e.key) && shown[e.key - 1]) show(shown[e.key - 1]);
-  else if (resize !== undefined && state.tab === "graph") scaleGraph(resize);
-  else if (resize !== undefined && state.tab === "timeline" && D.timeline) zoomTimeline(resize);
-  else return;
-  e.preventDefault();
+  const shown = Object.keys(TABS).filter((k) => !BESIDE[k]), up = D.modules[(moduleAt.get(state.module) || {}).parent];
+  const resize = (by) => () => (state.tab === "graph" ? scaleGraph(by) : state.tab === "timeline" && D.timeline ? zoomTimeline(by) : false);
+  keyed({
+    "/": () => byId("search").focus(), "?": help, d: theme, m: () => focusRow(state.module), s: () => nextLine(), Escape: () => pick(null),
+    u: () => (up ? openModule(up.path) : false), "+": resize(1.25), "=": resize(1.25), "-": resize(0.8), 0: resize(0),
+    ...Object.fromEntries(shown.map((tab, i) => [i + 1, () => show(tab)])),
+  })(e);
 }
 
-buildIndex();
 byId("model").textContent = F.model;
-byId("mesh").textContent = meshText();
+byId("mesh").textContent = F.mesh.map(([axis, n]) => `${axis}=${n}`).join(" × ") || "one device";
 byId("file").textContent = D.spec.file || "as YAML: it was given in Python";
 fill(byId("facts"), factButtons());
 fill(byId("lines"), specLines());

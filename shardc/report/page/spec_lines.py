@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 from shardc.errors import Errors
-from shardc.ir.patterns import match, names_weight
+from shardc.ir.patterns import enclosing, match, names_weight
 from shardc.ir.program import Program
 from shardc.ir.stored import Bucket, Param
 from shardc.spec import Spec
-from shardc.spec.yaml_reader import Places, dotted, read
+from shardc.spec.yaml_reader import dotted, read
 
 #: Settings of the command line, as places cite them: `--mesh dp=4`, `--set data.zero=3`.
 _OPTION = re.compile(r"--(?:mesh|set) \S+")
@@ -25,23 +25,24 @@ class SpecLines:
     """
 
     def __init__(self, program: Program) -> None:
-        self.spec: Spec | None = program.spec
+        self.spec: Spec = program.spec
         meta = program.meta.get("spec", {})
-        text = meta.get("text") or (str(self.spec) if self.spec is not None else "")
+        text = meta.get("text") or str(self.spec)
         self.file: str = meta.get("file", "")
         self.lines: list[str] = text.rstrip().splitlines()
         self._written = len(self.lines)
         self._cited = re.compile(rf"{re.escape(self.file)}:(\d+):\d+") if self.file else None
 
     @cached_property
-    def _places(self) -> Places:
-        """The places of all keys in the text, whose file is called "" here."""
-        return read("\n".join(self.lines[: self._written]), "", Errors()).places if self._written else Places()
+    def _keys(self) -> dict[tuple[str | int, ...], int]:
+        """The line of each key in the text."""
+        places = read("\n".join(self.lines[: self._written]), "", Errors()).places.keys if self._written else {}
+        return {path: int(place.split(":")[-2]) for path, place in places.items()}
 
     @cached_property
     def _by_path(self) -> list[tuple[str, int]]:
         """("spec: shard.use", its line) for each key, as causes cite a dict, the longest first."""
-        pairs = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
+        pairs = [(f"spec: {dotted(path)}", line) for path, line in self._keys.items() if path]
         return sorted(pairs, key=lambda x: -len(x[0]))
 
     def of(self, cause: str) -> list[int]:
@@ -60,31 +61,24 @@ class SpecLines:
 
     def at(self, *path: str | int) -> list[int]:
         """Return the line of a key, or of the nearest key around it."""
-        place = self.spec.where(path) if self.spec is not None else ""
+        place = self.spec.where(path)
         if _OPTION.match(place):
             return [self._option(place)]
-        for n in range(len(path), 0, -1):
-            if (key := path[:n]) in self._places.keys:
-                return [_line(self._places.keys[key])]
-        return []
+        around = (path[:n] for n in range(len(path), 0, -1))
+        return [self._keys[key] for key in around if key in self._keys][:1]
 
-    def of_axes(self, axes: tuple[str, ...]) -> list[int]:
+    def of_axes(self, axes: Iterable[str]) -> list[int]:
         """Return the lines that set the sizes of axes."""
         return list(dict.fromkeys(line for axis in axes for line in self.at("mesh", axis)))
 
     def of_param(self, p: Param) -> list[int]:
         """Return the lines that split a parameter: an entry with its name, `use`, experts, or the mesh's axes."""
-        lines: list[int] = []
-        if self.spec is None:
-            return lines
-        for axis, _ in p.layout.shards():
-            lines += self._of_split(p, axis)
-        return list(dict.fromkeys(lines))
+        return list(dict.fromkeys(line for axis, _ in p.layout.shards() for line in self._of_split(p, axis)))
 
-    def activations(self, modules: Sequence[str]) -> list[dict[str, Any]]:
+    def activations(self, modules: Iterable[str]) -> list[dict[str, Any]]:
         """Return the entries of `activations`, with the outermost modules that each names."""
         entries = []
-        for rule in self.spec.activations if self.spec is not None else ():
+        for rule in self.spec.activations:
             key = f"{rule.pattern}:in" if rule.at == "input" else rule.pattern
             named = [m for m in modules if match(rule.pattern, m)]
             outermost = [m for m in named if not any(m.startswith(f"{other}.") for other in named)]
@@ -94,30 +88,20 @@ class SpecLines:
         return entries
 
     def _of_split(self, p: Param, axis: str) -> list[int]:
-        assert self.spec is not None
-        base = axis.partition("[")[0]  # tp[0], a part of an axis
+        names, base = (p.fqn, *p.names), axis.partition("[")[0]  # tp[0], a part of an axis
         for rule in self.spec.shard:
             named = match if rule.dims is not None else names_weight
-            if any(named(rule.pattern, name) for name in (p.fqn, *p.names)):
+            if any(named(rule.pattern, name) for name in names):
                 return self.at("shard", rule.pattern)
+        around = [module for name in names for module in enclosing(name)]
         for i, entry in enumerate(self.spec.experts):
-            if entry.axis == base and any(_within(entry.match, name) for name in (p.fqn, *p.names)):
+            if entry.axis == base and any(match(entry.match, module) for module in around):
                 return self.at("experts", i)
-        if self.spec.shard_use and self.spec.shard_axis == base:
-            return self.at("shard", "use")
-        return self.of_axes((base,))
+        return (
+            self.at("shard", "use") if self.spec.shard_use and self.spec.shard_axis == base else self.of_axes((base,))
+        )
 
     def of_bucket(self, b: Bucket) -> list[int]:
         """Return the lines behind a bucket: ZeRO, and the axes over which the batch is split."""
         zero = self.at("data", "zero") if b.zero else []
-        return list(dict.fromkeys([*zero, *self.of_axes(tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,))))))]))
-
-
-def _within(pattern: str, weight: str) -> bool:
-    """Return whether a weight is in a module that the pattern names."""
-    parts = weight.split(".")
-    return any(match(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
-
-
-def _line(place: str) -> int:
-    return int(place.split(":")[-2])
+        return list(dict.fromkeys([*zero, *self.of_axes((*b.axes, *filter(None, (b.shard,))))]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from shardc.cost import Cost
@@ -32,8 +32,8 @@ def timeline(cost: Cost, number: Number) -> dict[str, Any]:
     rows = []
     for i, (r, clock) in enumerate(zip(cost.dry_runs, cost.streams, strict=True)):
         actions = (action for action, _ in parts(r, schedule.actions[r.at]))
-        ran = [(action, *part) for action, part in zip(actions, clock.parts, strict=True)]
-        at = _Wall(ran, cost.timeline.slots[i])
+        ran, slots = [*zip(actions, clock.parts, strict=True)], cost.timeline.slots[i]
+        at = _Wall([times for a, (_, *times) in ran if a is not None and a.kind in COMPUTE], slots)
         rows.append(
             {
                 "rank": r.rank,
@@ -42,13 +42,12 @@ def timeline(cost: Cost, number: Number) -> dict[str, Any]:
                 "bubble": cost.timeline.bubble(i),
                 "live": cost.timeline.live[i] if program.axis else 0,
                 "slots": [
-                    [a.kind, a.microbatch, at.begin(begin), at.end(end), a.stage, *(a.other if a.kind in PAIRS else ())]
-                    for a, _, begin, end in ran
-                    if a is not None and a.kind in COMPUTE
+                    [a.kind, a.microbatch, *map(_ns, times), a.stage, *(a.other if a.kind in PAIRS else ())]
+                    for a, *times in ((x.action, x.start, x.end) for x in slots)
                 ],
                 "tail": [
-                    [name, at.begin(begin), at.begin(begin) + round((end - begin) * 1e9)]
-                    for a, name, begin, end in ran
+                    [name, at.begin(begin), at.begin(begin) + _ns(end - begin)]
+                    for a, (name, begin, end) in ran
                     if a is None and end > begin
                 ],
                 "computing": [
@@ -58,10 +57,14 @@ def timeline(cost: Cost, number: Number) -> dict[str, Any]:
                 ],
                 "streams": _streams(clock, number, at),
                 "left_out": max(len(clock.spans) - SPANS, 0),
-                "waits": {axes: round(s * 1e9) for axes, s in cost.ranks[i].exposed.items() if s > 0},
+                "waits": {axes: _ns(s) for axes, s in cost.ranks[i].exposed.items() if s > 0},
             }
         )
-    return {"end": round(cost.step_seconds * 1e9), "bubble": cost.bubble, "rows": rows}
+    return {"end": _ns(cost.step_seconds), "bubble": cost.bubble, "rows": rows}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def _streams(clock: Streams, number: Number, at: _Wall) -> dict[str, list[list[Any]]]:
@@ -70,7 +73,7 @@ def _streams(clock: Streams, number: Number, at: _Wall) -> dict[str, list[list[A
         message = number(span.record)
         begin = at.begin(span.begin)
         end = max(at.end(span.end), begin)
-        exposed = min(round(span.exposed * 1e9), end - begin)
+        exposed = min(_ns(span.exposed), end - begin)
         bar = [begin, end, exposed, -1 if message is None else message, span.record.direction, span.record.kind]
         streams.setdefault(span.record.axis, []).append(bar)
     return streams
@@ -79,15 +82,13 @@ def _streams(clock: Streams, number: Number, at: _Wall) -> dict[str, list[list[A
 class _Wall:
     """Converts times of a rank's own clock to the time of all ranks, in nanoseconds.
 
-    ran: (action, name, begin, end) of all parts of the rank's step, by its own clock; slots: when its actions run. A
-    moment between two actions is the end of one and the start of the other; these differ in the time of all ranks.
+    ran: begin and end of the rank's actions by its own clock; slots: when they run. A moment between two actions is the
+    end of one and the start of the other; these differ in the time of all ranks.
     """
 
-    def __init__(self, ran: Sequence[tuple[Any, str, float, float]], slots: Sequence[Slot]) -> None:
+    def __init__(self, ran: Sequence[Sequence[float]], slots: Sequence[Slot]) -> None:
         self._own, self._wall, self._rate = [0.0], [0.0], [1.0]
-        for (_, _, begin, end), slot in zip(
-            [x for x in ran if x[0] is not None and x[0].kind in COMPUTE], slots, strict=True
-        ):
+        for (begin, end), slot in zip(ran, slots, strict=True):
             self._own += [begin, end]
             self._wall += [slot.start, slot.end]
             self._rate += [(slot.end - slot.start) / (end - begin) if end > begin else 1.0, 1.0]
@@ -100,7 +101,7 @@ class _Wall:
         return self._at(t, max(bisect.bisect_left(self._own, t) - 1, 0))
 
     def _at(self, t: float, i: int) -> int:
-        return round((self._wall[i] + (t - self._own[i]) * self._rate[i]) * 1e9)
+        return _ns(self._wall[i] + (t - self._own[i]) * self._rate[i])
 
     def cut(self, begin: float, end: float) -> list[tuple[float, float]]:
         """Split a stretch of time at the borders of actions."""
@@ -110,22 +111,18 @@ class _Wall:
 
 def memory(cost: Cost) -> dict[str, Any]:
     """Return {limit, panels}: live bytes over a step by kind. Ranks with the same memory share a panel."""
-    panels: list[dict[str, Any]] = []
-    seen: dict[object, dict[str, Any]] = {}
+    panels: dict[object, dict[str, Any]] = {}
     for r in cost.ranks:
         m = r.memory
         key = tuple(sorted(m.kinds.items())), tuple(tuple(sorted(p.live.items())) for p in m.curve)
-        if key in seen:
-            seen[key]["at"].append(r.at)
+        if key in panels:
+            panels[key]["at"].append(r.at)
             continue
-        starts, begin = [], 0
-        for part, points in groupby(m.curve, lambda p: p.part):
-            starts.append([part_name(part, cost), begin])
-            begin += len(list(points))
+        lengths = [(part_name(part, cost), len(list(points))) for part, points in groupby(m.curve, lambda p: p.part)]
+        begins = accumulate((n for _, n in lengths), initial=0)
         places = [op_place(cost, p.op) if p.op else "" for p in m.curve]
-        names = list(dict.fromkeys(places))
-        index = {name: i for i, name in enumerate(names)}
-        panel = {
+        names = {name: i for i, name in enumerate(dict.fromkeys(places))}
+        panels[key] = {
             "at": [r.at],
             "rank": r.rank,
             "peak": m.peak,
@@ -134,10 +131,8 @@ def memory(cost: Cost) -> dict[str, Any]:
             "resident": dict(m.resident),
             "host": m.host,
             "curve": {k: [p.live.get(k, 0) for p in m.curve] for k in KINDS if any(p.live.get(k) for p in m.curve)},
-            "parts": starts,
-            "names": names,
-            "ops": [index[p] for p in places],
+            "parts": [[name, begin] for (name, _), begin in zip(lengths, begins, strict=False)],
+            "names": list(names),
+            "ops": [names[p] for p in places],
         }
-        seen[key] = panel
-        panels.append(panel)
-    return {"limit": cost.device.memory, "panels": panels}
+    return {"limit": cost.device.memory, "panels": list(panels.values())}

@@ -20,35 +20,29 @@ function rowsOf(module, depth) {
   return [rowOf(module, depth, open), ...(open ? module.children.flatMap((c) => rowsOf(c, depth + 1)) : [])];
 }
 
+const labelOf = (module) => module.layers || (module.path ? module.label : F.model);
+
 function rowOf(module, depth, open) {
   const inside = open ? [module] : below(module);  // a closed row also counts what it hides
   const messages = inside.flatMap((m) => m.messages), weights = inside.flatMap((m) => m.weights);
-  const chips = [...new Set(weights.map(weightAxes).filter(Boolean))].map((axes) => el("span", { class: `chip ${splitClass(axes)}`, "data-tip": `weights split over ${axes}` }, axes));
-  for (const kind of ["e", "h", "u"]) {
-    const some = messages.filter((m) => exposure(m) === kind);
-    if (some.length) chips.push(el("span", { class: `chip ${kind}`, "data-tip": some.slice(0, 8).map((m) => `${kindOf(m)} over ${axesOf(m)}: ${exposedText(m)}`).join("\n") }, `⇄${some.length}`));
-  }
+  const chip = (kind, text, tip) => el("span", { class: `chip ${kind}`, "data-tip": tip }, text);
+  const axes = unique(weights.map((w) => w.over).filter(Boolean));
+  const sent = ["e", "h", "u"].map((kind) => [kind, messages.filter((m) => m.exposure === kind)]).filter(([, some]) => some.length);
   const turn = module.children.length ? (open ? "▾" : "▸") : "";
   const row = el("div", {
-    "data-with": [...messages.map((m) => `m${m.i}`), ...weights.map((w) => `w${w.i}`)].join(" "), onclick: () => openModule(module.path), onkeydown: (e) => treeKey(e, module, open),
+    "data-with": [...messages, ...weights].map((t) => t.x).join(" "), onclick: () => openModule(module.path), onkeydown: (e) => treeKey(e, module, open),
     class: "row", role: "treeitem", tabindex: state.module === module.path ? "0" : "-1", "aria-level": String(depth + 1),
     "aria-expanded": module.children.length ? String(open) : null, "aria-selected": String(state.module === module.path), "data-path": module.path,
   },
     el("span", { class: "turn", "aria-hidden": "true", onclick: (e) => { e.stopPropagation(); turnRow(module); } }, turn),
-    el("span", { class: "label", title: titleOf(module) }, module.layers ? module.layers : module.path ? module.label : F.model),
+    el("span", { class: "label", title: titleOf(module) }, labelOf(module)),
     module.layers ? el("span", { class: "times", "data-tip": `${module.count} equal layers, shown once` }, `×${module.count}`) : "",
-    el("span", { class: "chips" }, chips));
-  sized(row, { "padding-left": `${4 + depth * 13}px` });
-  const lines = [...new Set([...messages, ...weights].flatMap((t) => t.lines || []))];
-  thing(row, `t${module.i}`, lines);
-  return row;
+    el("span", { class: "chips" }, axes.map((a) => chip(splitClass(a), a, `weights split over ${a}`)),
+      sent.map(([kind, some]) => chip(kind, `⇄${some.length}`, some.slice(0, 8).map((m) => `${m.called}: ${exposedText(m)}`).join("\n")))));
+  return thing(sized(row, { "padding-left": `${4 + depth * 13}px` }), { x: module.x, lines: unique([...messages, ...weights].flatMap((t) => t.lines)) });
 }
 
 /** Open the modules around one, so that its row is shown. */
 function unfold(path) {
-  let module = moduleAt.get(path);
-  while (module && module.parent >= 0) {
-    module = D.modules[module.parent];
-    opened.add(module.path);
-  }
+  for (let m = moduleAt.get(path); m && m.parent >= 0; m = D.modules[m.parent]) opened.add(D.modules[m.parent].path);
 }

@@ -36,7 +36,7 @@ def _stretches(x: Value, dim: int, n: int, available: frozenset[Placement], leas
 def of_cumsum(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     x = call.operands[0]
     if x.shape:
-        for p in _stretches(x, call.dim(call.arg(1, "dim", -1)), n, available[0], 1):
+        for p in _stretches(x, call.dim("dim"), n, available[0], 1):
             yield Strategy(ALONG_SPLIT_DIM, (p,), (p,))
 
 
@@ -44,9 +44,9 @@ def local_cumsum(call: LocalCall) -> fx.Node:
     if not call.axes(ALONG_SPLIT_DIM):
         return call.same()
     out = call.call.results[0]
-    dim = call.call.dim(call.call.arg(1, "dim", -1))
+    dim = call.call.dim("dim")
     (digits, _), dtype = call.digits(0, dim), call.kwargs.get("dtype")
-    shape = call.outputs[0].local_shape(out.shape, call.mesh)
+    shape = call.out_shape
     rows = count(digits, call.mesh) * math.prod(shape) // shape[dim] * out.dtype.itemsize
     kwargs: dict[str, Any] = {"tag": ""} | ({"dtype": dtype} if dtype is not None else {})
     collective = _sum(call, rows, grad=out.requires_grad)
@@ -63,16 +63,15 @@ def of_conv1d(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> 
 
 def edges(call: Call) -> tuple[int, int]:
     """Return how many entries a window of `ops.conv1d` reads before and behind each place."""
-    left, dilation = call.arg(3, "left"), call.arg(4, "dilation", 1)
+    left, dilation = call.arg("left"), call.arg("dilation")
     return left, (call.operands[1].shape[-1] - 1) * dilation - left
 
 
 def local_conv1d(call: LocalCall) -> fx.Node:
     """Rewrite for a rank's groups, with zeros behind the sequence if a window reaches padding."""
-    x, weight = call.call.operands[0], call.call.operands[1]
-    shape = call.inputs[0].local_shape(x.shape, call.mesh)
-    groups = shape[1] // call.inputs[1].local_shape(weight.shape, call.mesh)[1]
-    args = (*call.args[:3], call.call.arg(3, "left"), call.call.arg(4, "dilation", 1), groups)
+    x, shape = call.call.operands[0], call.local(0)
+    groups = shape[1] // call.local(1)[1]
+    args = (*call.args[:3], call.call.arg("left"), call.call.arg("dilation"), groups)
     digits, _ = call.digits(0, 2)
     if not call.axes(ALONG_SPLIT_DIM) or not digits:
         return call.emit(ops.conv1d, args, {})

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,8 +65,9 @@ def kept(strategies: Iterable[Strategy], signature: Signature) -> list[Strategy]
 class Padded:
     """Where operands of a call are padded.
 
-    groups: operands that are padded at the same places, as they share one padded factor, or one of several. infinite:
-    operands that are one number that is not finite, such as the -inf of a mask.
+    groups: operands that are padded at the same places, as they share one padded factor. infinite: operands that are
+    one number that is not finite, such as the -inf of a mask. Where the padding of several factors meets, the op is
+    finite if it is in the padding of each: `_Table.finite` holds for all numbers of other operands.
     """
 
     groups: tuple[Group, ...]
@@ -79,15 +80,8 @@ class Padded:
             frozenset(i for i, p in enumerate(s.inputs) if isinstance(p, Shard)) - copies
             for s in kept(strategies, signature)
         } - {frozenset()}
-        groups = tuple(sorted({frozenset().union(*subset) for subset in _subsets(padded)}, key=sorted))
-        return cls(
-            groups, tuple((i, x) for i, n in enumerate(operands_of(node)) if not math.isfinite(x := _constant(n)))
-        )
-
-
-def _subsets(groups: set[Group]) -> Iterator[tuple[Group, ...]]:
-    for count in range(1, len(groups) + 1):
-        yield from itertools.combinations(sorted(groups, key=sorted), count)
+        infinite = ((i, x) for i, n in enumerate(operands_of(node)) if not math.isfinite(x := _constant(n)))
+        return cls(tuple(sorted(padded, key=sorted)), tuple(infinite))
 
 
 def _constant(node: fx.Node) -> float:

@@ -3,11 +3,10 @@
     "... k+, n k+, n -> ... n"        linear(input, weight, bias)
 
 Operands are separated by commas, results follow the arrow. Each dim of an operand is a factor; `(a b)` is one dim made
-of the factors a (major) and b (minor); `1` is a dim of size one; a number such as `3` in `(3 n)` is a factor of that
-size that is never split; `...` means any leading dims, the same in all places. Marks on a factor, at any of its
-places: `+` it is summed away: splitting it leaves partial sums; `!` it must stay whole. A factor that reaches every
-result may be split. A dim of size one broadcasts: bound to such a call, it has no factor if the factor is larger
-elsewhere.
+of the factors a (major) and b (minor); `1` is a dim of size one; `...` means any leading dims, the same in all places.
+Marks on a factor, at any of its places: `+` it is summed away: splitting it leaves partial sums; `!` it must stay
+whole. A factor that reaches every result may be split. A dim of size one broadcasts: bound to such a call, it has no
+factor if the factor is larger elsewhere.
 
 `Signature` is a rule bound to the shapes of one call: the factors, their sizes and places.
 """
@@ -20,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-_TOKEN = re.compile(r"\s*(\.\.\.|->|[A-Za-z_]\w*[+!]?|\d+|[(),])")
+_FACTOR = r"(?:[A-Za-z_]\w*[+!]?|1\b)"
+_DIM = re.compile(rf"\s*(\.\.\.|{_FACTOR}|\((?:\s*{_FACTOR})*\s*\))")
 
 Dim = tuple[str, ...]  # factors, major first; () is a dim of size one
 Operand = tuple[Dim, ...]
@@ -54,8 +54,6 @@ class Signature:
 
     def __str__(self) -> str:
         def one(f: str) -> str:
-            if f.startswith("#"):  # a number: see Notation.literal
-                return f.split("#")[2]
             return f + "+" * (f in self.summed) + "!" * (f in self.whole)
 
         def dim(d: Dim) -> str:
@@ -75,20 +73,15 @@ class Notation:
     outputs: tuple[Operand, ...]
     summed: frozenset[str]
     whole: frozenset[str]
-    literal: Mapping[str, int]  # numbers in the rule, each a separate factor: "#place#size", as 3 in (3 n) is "#0#3"
 
     @classmethod
     def of(cls, inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> Notation:
         """Read operands and results, each dim as in a rule: `["n", "g c!", "k+", ""]`; "" is a dim of size one."""
         marked: dict[str, set[str]] = {"+": set(), "!": set()}
-        literal: dict[str, int] = {}
 
         def factor(token: str) -> str:
             name = token.rstrip("+!")
-            if token.isdigit():
-                name = f"#{len(literal)}#{token}"
-                literal[name] = int(token)
-            elif token != name:
+            if token != name:
                 marked[token[-1]].add(name)
             return name
 
@@ -96,17 +89,17 @@ class Notation:
             tuple(tuple(tuple(map(factor, dim.split())) for dim in operand) for operand in side)
             for side in (inputs, outputs)
         )
-        return cls(ins, outs, frozenset(marked["+"]), frozenset(marked["!"]), literal)
+        return cls(ins, outs, frozenset(marked["+"]), frozenset(marked["!"]))
 
     def factors(self) -> set[str]:
         """Return the names of all factors that may be split or are whole."""
-        return {f for o in (*self.inputs, *self.outputs) for d in o for f in d} - {"..."} - set(self.literal)
+        return {f for o in (*self.inputs, *self.outputs) for d in o for f in d} - {"..."}
 
     def bind(
         self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None
     ) -> Signature:
         """Fit the notation to shapes. sizes: known sizes of factors. Raises ValueError where they do not fit."""
-        bound: dict[str, int] = {**self.literal, **(sizes or {})}
+        bound = dict(sizes or {})
         if len(inputs) > len(self.inputs) or len(outputs) > len(self.outputs):
             counts = f"{len(self.inputs)} and {len(self.outputs)}"
             raise ValueError(f"{len(inputs)} operands and {len(outputs)} results, but the rule has {counts}")
@@ -139,8 +132,7 @@ class Notation:
                 raise ValueError(f"the sizes of {rest} are ambiguous")
             todo = rest
         n = len(inputs)
-        whole = self.whole | {f for f in bound if f.startswith("#")}
-        return Signature(tuple(ops[:n]), tuple(ops[n:]), bound, self.summed, frozenset(whole))
+        return Signature(tuple(ops[:n]), tuple(ops[n:]), bound, self.summed, self.whole)
 
 
 def _expand(operand: Operand, ndim: int, lead: int) -> Operand:
@@ -155,48 +147,34 @@ def _expand(operand: Operand, ndim: int, lead: int) -> Operand:
     return (*((f"e{lead - count + i}",) for i in range(count)), *operand[1:])
 
 
+def _dims(text: str) -> list[str]:
+    """Read one operand or result: its dims, each as the names of its factors."""
+    dims: list[str] = []
+    at = 0
+    while text[at:].strip():
+        if not (m := _DIM.match(text, at)):
+            raise ValueError(f"cannot read {text[at:].strip()!r}")
+        if m[1] == "..." and dims:
+            raise ValueError("'...' must lead")
+        dims.append(" ".join(f for f in m[1].strip("()").split() if f != "1"))
+        at = m.end()
+    return dims
+
+
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Notation:
     """Parse a rule. Raises ValueError that shows the place."""
-    tokens: list[str] = []
-    position = 0
-    while position < len(text.rstrip()):
-        m = _TOKEN.match(text, position)
-        if not m:
-            raise ValueError(f"rule {text!r}: cannot read {text[position:]!r}")
-        tokens.append(m[1])
-        position = m.end()
-    if tokens.count("->") != 1:
+    if text.count("->") != 1:
         raise ValueError(f"rule {text!r}: needs exactly one '->'")
-    sides: list[list[list[str]]] = [[], []]
-    arrow = tokens.index("->")
-    for side, part in ((0, tokens[:arrow]), (1, tokens[arrow + 1 :])):
-        dims: list[str] = []
-        group: list[str] | None = None
-        for token in part:
-            if token == ",":
-                sides[side].append(dims)
-                dims = []
-            elif token == "(":
-                group = []
-            elif token == ")":
-                if group is None:
-                    raise ValueError(f"rule {text!r}: ')' without '('")
-                dims.append(" ".join(group))
-                group = None
-            elif group is not None:
-                group.append(token)
-            elif token == "..." and dims:
-                raise ValueError(f"rule {text!r}: '...' must lead")
-            else:
-                dims.append("" if token == "1" else token)
-        if group is not None:
-            raise ValueError(f"rule {text!r}: '(' is not closed")
-        if part or side == 1:  # nothing after the arrow: a result without dims
-            sides[side].append(dims)
-    notation = Notation.of(*sides)
+    before, after = text.split("->")
+    try:
+        notation = Notation.of(
+            list(map(_dims, before.split(",") if before.strip() else [])), list(map(_dims, after.split(",")))
+        )
+    except ValueError as e:
+        raise ValueError(f"rule {text!r}: {e}") from None
     named_in = {f for o in notation.inputs for d in o for f in d}
-    for f in named_in - {"..."} - notation.whole - notation.summed - set(notation.literal):
+    for f in named_in - {"..."} - notation.whole - notation.summed:
         if not all(any(f in d for d in o) for o in notation.outputs):
             raise ValueError(f"rule {text!r}: factor {f} is not in every result: mark it {f}+ (summed) or {f}! (whole)")
     return notation

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +14,16 @@ from torch import fx
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.metadata import Value
 from shardc.rules.core.notation import Notation, Signature, parse
+from shardc.torch_private import OpOverload
+
+
+@lru_cache(maxsize=4096)
+def arguments_of(op: Any) -> dict[str, tuple[int, Any]]:
+    """Return the position and the default (None if there is none) of each argument of an op, by name."""
+    if isinstance(op, OpOverload):
+        return {a.name: (i, a.default_value) for i, a in enumerate(op._schema.arguments)}
+    parameters = inspect.signature(op).parameters.values()
+    return {p.name: (i, None if p.default is p.empty else p.default) for i, p in enumerate(parameters)}
 
 
 @dataclass(frozen=True)
@@ -27,15 +39,20 @@ class Call:
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
 
-    def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument passed by position or by name."""
-        if position < len(self.args):
-            return self.args[position]
-        return dict(self.kwargs).get(name, default)
+    def arg(self, name: str, otherwise: Any = None) -> Any:
+        """Return an argument by the op's name for it, or its default; `otherwise` if the op has none of this name."""
+        position, default = arguments_of(self.target).get(name, (len(self.args), otherwise))
+        return self.args[position] if position < len(self.args) else dict(self.kwargs).get(name, default)
 
-    def dim(self, d: int, operand: int = 0) -> int:
-        """Normalise a dim of an operand, which may be negative, to one >= 0."""
-        return d % max(len(self.operands[operand].shape), 1)
+    def dim(self, d: int | str) -> int:
+        """Return a dim of the first operand as a number >= 0. d: the dim, or the argument that names it."""
+        d = self.arg(d) if isinstance(d, str) else d
+        return d % max(len(self.operands[0].shape), 1)
+
+    def dims(self) -> set[int]:
+        """Return the dims of the first operand that `dim` or `dims` names: one, some, or all (None, [])."""
+        named = self.arg("dim", self.arg("dims"))
+        return set(map(self.dim, [named] if isinstance(named, int) else named or range(len(self.operands[0].shape))))
 
     def fit(
         self, notation: str | Sequence[Sequence[str]], outputs: Sequence[Sequence[str]] = (), **sizes: int

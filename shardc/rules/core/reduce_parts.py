@@ -19,7 +19,7 @@ from torch import fx
 from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import LocalCall, find
+from shardc.rules.core.registry import LocalCall
 from shardc.rules.core.strategy import Strategy, splits_of
 from shardc.runtime import ops
 
@@ -61,17 +61,9 @@ def behind(layout: Layout, more: int) -> Layout:
     return Layout(tuple((a, replace(p, dim=p.dim + more) if isinstance(p, Shard) else p) for a, p in layout.items))
 
 
-def reduced_dims(call: Call) -> list[int]:
-    """Return the dims that are reduced: by the rule they are summed or whole."""
-    rule = find(call.target)
-    assert rule is not None
-    signature = rule.signature(call)
-    return sorted(int(factor[1:]) for factor in signature.summed | signature.whole)
-
-
 def _order(call: Call) -> float:
     """Return the order of a norm; 1 for other ops."""
-    return float(call.arg(1, "ord", 2)) if call.target is aten.linalg_vector_norm.default else 1.0
+    return float(call.arg("ord")) if call.target is aten.linalg_vector_norm.default else 1.0
 
 
 def _is_extremum(call: Call) -> bool:
@@ -83,7 +75,7 @@ def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> I
     floats = x.dtype.is_floating_point
     if _order(call) == 0 or not (floats or (x.dtype.is_complex and not _is_extremum(call)) or x.dtype in _INTEGERS):
         return
-    for p in splits_of(x, reduced_dims(call), n, available[0]):
+    for p in splits_of(x, call.dims(), n, available[0]):
         if not p.mirrored and (floats or not p.padding):
             yield Strategy(PARTS, (p,), (REPLICATE,))
 
@@ -96,7 +88,7 @@ def local_parts(call: LocalCall) -> fx.Node:
 
 def _filled(call: LocalCall, x: fx.Node, fill: float) -> fx.Node:
     """Fill the padding of reduced dims with a neutral number."""
-    for d in reduced_dims(call.call):
+    for d in sorted(call.call.dims()):
         x = call.without_padding(x, 0, d, fill)
     return x
 
@@ -106,7 +98,7 @@ def _reduced_again(call: LocalCall, split: list[str]) -> fx.Node:
     target, out = call.call.target, call.call.results[0]
     norm = target is aten.linalg_vector_norm.default
     neutral = 1.0 if not norm else 0.0 if _order(call.call) > 0 else math.inf
-    first = call.same(_0=_filled(call, call.args[0], neutral))
+    first = call.same(self=_filled(call, call.args[0], neutral))
     ranks, kept = [call.mesh.size(a) for a in split], call.outputs[0]
     shifted = behind(kept, len(split))
 
@@ -123,7 +115,7 @@ def _reduced_again(call: LocalCall, split: list[str]) -> fx.Node:
     axes, whole = call.mesh.merge(split), value([REPLICATE] * len(split))
     parts = call.all_reduce(ops.all_reduce, parts, axes, whole, "results of ranks, reduced again", tag="")
     if norm:
-        return call.emit(target, (parts, call.call.arg(1, "ord", 2), list(range(len(split)))), {})
+        return call.emit(target, (parts, call.call.arg("ord"), list(range(len(split)))), {})
     if len(split) > 1:
         flat = [math.prod(ranks), *local[len(split) :]]
         value_of_flat = replace(out, shape=(math.prod(ranks), *out.shape), layout=shifted)
@@ -136,7 +128,7 @@ def _extremum(call: LocalCall, split: list[str]) -> fx.Node:
 
     The smallest is the largest of the negated numbers.
     """
-    x, out, dims = call.call.operands[0], call.call.results[0], reduced_dims(call.call)
+    x, out, dims = call.call.operands[0], call.call.results[0], sorted(call.call.dims())
     negative = call.call.target in _SMALLEST or _order(call.call) == -math.inf
     grad, axes = out.requires_grad, call.mesh.merge(split)
     value, typed = per_row(call, dims, split, x.dtype), replace(x, layout=call.inputs[0])

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.errors import ShardcError
@@ -31,9 +32,11 @@ from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout, Placement
 from shardc.machine.assumed import work_seconds
 from shardc.rules.core.notation import Signature, parse
-from shardc.rules.core.op_call import Call, call_of
+from shardc.rules.core.op_call import Call, arguments_of, call_of
+from shardc.rules.core.shared_signatures import broadcast
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
+from shardc.torch_private import OpOverload
 
 
 class NoSuchCallError(LookupError):
@@ -61,6 +64,10 @@ class LocalCall:
     @property
     def out_shape(self) -> tuple[int, ...]:
         return self.outputs[0].local_shape(self.call.results[0].shape, self.mesh)
+
+    def local(self, i: int) -> tuple[int, ...]:
+        """Return the shape of this rank's part of an operand."""
+        return self.inputs[i].local_shape(self.call.operands[i].shape, self.mesh)
 
     def axes(self, kind: str) -> list[str]:
         """Return the axes on which the op runs by this kind of strategy."""
@@ -97,14 +104,14 @@ class LocalCall:
         collective = Collective("all_reduce", "none", axes, value.nbytes(self.mesh), cause)
         return self.emit(op, (x, self.mesh_node, axes), kwargs, value=value, collective=collective)
 
-    def same(self, **other: Any) -> fx.Node:
-        """Emit the same call, with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
-        args = list(self.args)
-        kwargs = dict(self.kwargs)
+    def same(self, /, **other: Any) -> fx.Node:
+        """Emit the same call, with some arguments, by the op's names for them, replaced."""
+        args, kwargs, places = list(self.args), dict(self.kwargs), arguments_of(self.call.target)
         for name, value in other.items():
-            if name.startswith("_") and int(name[1:]) < len(args):
-                args[int(name[1:])] = value
-            elif not name.startswith("_"):
+            at = places[name][0]
+            if at < len(args):
+                args[at] = value
+            else:
                 kwargs[name] = value
         return self.emit(self.call.target, tuple(args), kwargs)
 
@@ -121,6 +128,7 @@ def fill_padding(
 
 
 SignatureOf = Callable[[Call], Signature]
+LinearOf = Callable[[Call], str]
 LocalOf = Callable[[LocalCall], fx.Node]
 ExtraOf = Callable[[Call, int, Sequence[frozenset[Placement]]], Iterable[Strategy]]
 
@@ -131,11 +139,10 @@ class Rule:
 
     op: Any
     notation: str | SignatureOf
-    linear: tuple[tuple[int, ...], ...] = ()
+    linear: str | LinearOf = ""
     added: tuple[int, ...] = ()
     local: LocalOf | None = None
     extra: ExtraOf | None = None
-    linear_of: Callable[[Call], str] | None = None
     flops: Callable[[Call], int] | None = None
     whole_grad: bool = False
     where: str = field(default="", compare=False)
@@ -161,15 +168,14 @@ class Rule:
 
     def groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
         """Return the groups of operands in which a call is linear, without those that it has a number for."""
-        groups = parse_linear(self.linear_of(call)) if self.linear_of else self.linear
+        groups = parse_linear(self.linear if isinstance(self.linear, str) else self.linear(call))
         return tuple(g for g in groups if max(g) < len(call.operands))
 
 
 RULES: dict[Any, Rule] = {}
-Fallback = Callable[[Any], Rule | None]
-_FALLBACKS: list[Fallback] = []
 
 
+@lru_cache(maxsize=4096)
 def parse_linear(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(i) for i in group.split()) for group in text.split("|") if group.strip())
 
@@ -178,7 +184,7 @@ def rule(
     op: Any,
     notation: str | SignatureOf,
     *,
-    linear: str | Callable[[Call], str] = "",
+    linear: str | LinearOf = "",
     added: tuple[int, ...] = (),
     local: LocalOf | None = None,
     extra: ExtraOf | None = None,
@@ -194,9 +200,7 @@ def rule(
         parse(notation)
     if op in RULES:
         raise ValueError(f"{op} already has the rule {RULES[op].text!r} ({RULES[op].where})")
-    fixed = parse_linear(linear) if isinstance(linear, str) else ()
-    of_call = None if isinstance(linear, str) else linear
-    new = Rule(op, notation, fixed, added, local, extra, of_call, flops, whole_grad, where or caller(__file__))
+    new = Rule(op, notation, linear, added, local, extra, flops, whole_grad, where or caller(__file__))
     RULES[op] = new
     find.cache_clear()  # it may have been looked up before
     return new
@@ -210,18 +214,11 @@ def caller(*inside: str) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def fallback(find: Fallback) -> Fallback:
-    """Register a function that finds the rule of a whole class of ops (such as every pointwise op)."""
-    _FALLBACKS.append(find)
-    return find
-
-
 @lru_cache(maxsize=4096)
 def find(op: Any) -> Rule | None:
-    """Return the rule of an op, or None."""
-    if op in RULES:
-        return RULES[op]
-    return next((r for f in _FALLBACKS if (r := f(op)) is not None), None)
+    """Return the rule of an op, or None. Any op that torch tags as pointwise has one."""
+    pointwise = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags and not op._schema.is_mutable
+    return RULES.get(op) or (Rule(op, broadcast) if pointwise else None)
 
 
 def flops_of(call: Call) -> int:

@@ -1,14 +1,13 @@
 """Signatures that rules of several families share, and functions that name linear operands.
 
-rule(aten.sort.default, whole_dims((1, "dim", -1)))      the dims that an argument names stay whole
-rule(aten.pdist.default, all_whole)                      nothing may be split
-rule(aten.cat.default, cat, linear=every_operand)        linear in all operands together
+rule(aten.sort.default, whole_dims)                  the dims that `dim` names stay whole
+rule(aten.pdist.default, all_whole)                  nothing may be split
+rule(aten.cat.default, cat, linear=every_operand)    linear in all operands together
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from shardc.ir.metadata import Value
 from shardc.rules.core.notation import Signature
@@ -25,6 +24,13 @@ def whole_names(x: Value, mark: str) -> list[str]:
     return [f"{mark}{i}!" for i in range(len(x.shape))]
 
 
+def broadcast(call: Call) -> Signature:
+    """Split every dim of the result; an operand lacks a factor where its dim is missing or of size one."""
+    names = names_of(len(call.results[0].shape))
+    ins, outs = ([names[len(names) - len(v.shape) :] for v in side] for side in (call.operands, call.results))
+    return call.fit(ins, outs)
+
+
 def all_whole(call: Call) -> Signature:
     """Split nothing: every dim is a separate factor that stays whole."""
     ins, outs = (
@@ -34,20 +40,11 @@ def all_whole(call: Call) -> Signature:
     return call.fit(ins, outs)
 
 
-def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
-    """Return the rule of one operand and like results: dims named by (position, name, default) are whole."""
-
-    def some_dims_whole(call: Call) -> Signature:
-        x = call.operands[0].shape
-        whole: set[int] = set()
-        for position, name, default in dims_of if x else ():
-            d = call.arg(position, name, default)
-            whole |= {call.dim(i) for i in ([d] if isinstance(d, int) else d or range(len(x)))}
-        names = names_of(len(x), whole)
-        out = [f"o{i}!" if i in whole else n for i, n in enumerate(names)]
-        return call.fit([names], [out for _ in call.results])
-
-    return some_dims_whole
+def whole_dims(call: Call) -> Signature:
+    """Keep the dims that `dim` or `dims` names whole, in one operand and like results; split the others."""
+    names = names_of(len(call.operands[0].shape), whole := call.dims())
+    out = [f"o{i}!" if i in whole else n for i, n in enumerate(names)]
+    return call.fit([names], [out for _ in call.results])
 
 
 def every_operand(call: Call) -> str:

@@ -18,7 +18,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.rules.core import registry
 from shardc.rules.core.notation import Notation, parse
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import RULES, ExtraOf, LocalOf, Rule, SignatureOf
+from shardc.rules.core.registry import RULES, ExtraOf, LinearOf, LocalOf, Rule, SignatureOf
 from shardc.rules.core.sample_calls import SAMPLES, Given, as_sample
 from shardc.torch_private import OpOverload, overload_of
 
@@ -27,7 +27,7 @@ def rule(
     op: Any,
     notation: str | SignatureOf,
     *,
-    linear: str | Callable[[Call], str] = "",
+    linear: str | LinearOf = "",
     added: tuple[int, ...] = (),
     local: LocalOf | None = None,
     extra: ExtraOf | None = None,
@@ -90,7 +90,7 @@ def resolve_op(op: Any, where: str) -> OpOverload:
 
 
 def _check(
-    op: OpOverload, notation: str | SignatureOf, linear: str | Callable[[Call], str], added: tuple[int, ...], where: str
+    op: OpOverload, notation: str | SignatureOf, linear: str | LinearOf, added: tuple[int, ...], where: str
 ) -> None:
     """Check what can be checked without a call. Raises ShardcError with every mistake."""
     errors = Errors()

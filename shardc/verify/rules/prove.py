@@ -125,7 +125,7 @@ def share_a_dim(first: Strategy, second: Strategy) -> bool:
 def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
     """Yield (what it would allow, the factor, the looser signature) for every whole factor."""
     before = {f for o in sig.inputs for dim in o for f in dim}
-    for f in sorted(f for f in sig.whole if sig.sizes[f] > 1 and not f.startswith("#")):
+    for f in sorted(f for f in sig.whole if sig.sizes[f] > 1):
         rest = sig.whole - {f}
         yield f"split {f}", f, replace(sig, whole=rest)
         if not all(sig.places(o, f) for o in sig.outputs):
@@ -143,7 +143,7 @@ def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
     for size in range(1, len(reals) + 1):
         for group in combinations(reals, size):
             if frozenset(group) not in known and all(v.dtype.is_floating_point for v in choices.call.results):
-                yield f"linear in {' '.join(map(str, group))}", replace(choices.rule, linear=(group,), linear_of=None)
+                yield f"linear in {' '.join(map(str, group))}", replace(choices.rule, linear=" ".join(map(str, group)))
 
 
 def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> list[Finding]:

@@ -158,7 +158,7 @@ def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
     for node in graph.nodes:
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
-        moves = rule is not None and rule.linear == ((0,),) and operands[0] in weights and not enlarges(node)
+        moves = rule is not None and rule.linear == "0" and operands[0] in weights and not enlarges(node)
         if moves or (node.op == "placeholder" and node.name in params):
             weights.add(node)
     return weights

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from shardc.artifact import emit
+from shardc.artifact.tables import contradictions
 from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, placeholders, source_of, values_of
 from shardc.ir.mesh import MICROBATCH
@@ -21,6 +22,7 @@ from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Partia
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.types import full_op_name
 from shardc.ir.units import plural
 from shardc.optional import registered, table
 from shardc.passes.joint.derivatives import Rules
@@ -115,6 +117,9 @@ class _Checker:
         if not program.stages:
             yield Gap("program", "it is not compiled: there is no text to prove")
             return
+        if faults := [Gap(f"program.{at}", fault) for at, fault in contradictions(program)]:
+            yield from faults
+            return
         self.mesh = mesh_of(program)
         self.model = Model(program)
         nodes = placeholders(self.model.graph)
@@ -163,7 +168,7 @@ class _Checker:
         for node in text.unexplained():
             call = next((n for n in self.model.calls if n.name == node.name), None)
             known = text.wrong.get(node) or text.unfit.get(node)
-            right = f"{call.target} by its rule" if call is not None and not known else ""
+            right = f"{full_op_name(call.target)} by its rule" if call is not None and not known else ""
             yield self._gap(stage.name, node, known or self._why(text, node, call), right)
         for node, why in text.wrong.items():
             if node in text.explained:

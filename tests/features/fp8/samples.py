@@ -65,6 +65,6 @@ def _experts(
 
 sample(
     ops.fp8_experts,
-    lambda t: _experts(t, t.real(4, 3), t.index(12, 4, 2), GATED, False, t.real(12, 8, 3), t.real(12, 3, 4)),
+    lambda t: _experts(t, t.real(4, 3), t.index(6, 4, 2), GATED, False, t.real(6, 8, 3), t.real(6, 3, 4)),
     lambda t: _experts(t, t.real(6, 2), t.orders(4, 6, 3), STRIPED, True, t.real(4, 2, 12), t.real(4, 6, 2)),
 )

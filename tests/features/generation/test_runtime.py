@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.errors import ShardcError
 from shardc.features.generation import cache as caches
 from shardc.features.generation import compiler
@@ -23,6 +24,7 @@ from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.state.parts import constants
 from tests import drawn, zoo
+from tests.once import once_each
 from tests.zoo import hf, hf_more, sequences
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3], [11, 12]]
@@ -65,11 +67,23 @@ def theirs(model: Any, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS,
     return found
 
 
+def compiled(model: Any, batch: Any, spec: dict[str, Any]) -> Program:
+    return shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+
+
+@once_each
+def of_llama(spec: dict[str, Any]) -> Program:
+    return compiled(*llama(), spec)
+
+
 def ours(spec: dict[str, Any], *calls: dict[str, Any], model: Any = None, batch: Any = None) -> list[list[list[int]]]:
-    """What every rank gets of these calls of engine.generate."""
     if model is None:
-        model, batch = llama()
-    program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+        return generated(of_llama(spec), llama()[0], *calls)
+    return generated(compiled(model, batch, spec), model, *calls)
+
+
+def generated(program: Program, model: Any, *calls: dict[str, Any]) -> list[list[list[int]]]:
+    """What every rank gets of these calls of engine.generate."""
 
     def work(mesh: Any) -> list[list[list[int]]]:
         engine = program.engine(model, None, mesh=mesh)
@@ -140,7 +154,7 @@ def test_prompts_as_a_tokenizer_gives_them() -> None:
 @pytest.mark.parametrize("spec", [SPECS["zero 3"], SPECS["pp=2"]], ids=["zero 3", "pp=2"])
 def test_in_the_middle_of_training_the_weights_are_those_of_now_and_nothing_changes(spec: dict[str, Any]) -> None:
     model, batch = zoo.llama()
-    program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+    program = compiled(model, batch, spec)
 
     def work(mesh: Any, generates: bool) -> tuple[list[list[int]], dict[str, Tensor] | None, list[float]]:
         engine = program.engine(model, lambda ps: torch.optim.SGD(ps, lr=0.5), mesh=mesh)
@@ -159,8 +173,7 @@ def test_in_the_middle_of_training_the_weights_are_those_of_now_and_nothing_chan
 
 
 def test_the_cache_is_split_like_the_heads_and_over_stages() -> None:
-    model, batch = llama()
-    steps = steps_of(model, batch, SPECS["all"], Sizes(4, 16, 64))
+    steps = steps_of(of_llama(SPECS["all"]), Sizes(4, 16, 64))
     caches = {b.name: (str(b.value), b.stages) for b in steps[1].buffers if b.cache}
     assert caches["cache_0_keys"] == ("f64[4@dp, 4@tp, 64, 8]", (0,))
     assert caches["cache_1_values"] == ("f64[4@dp, 4@tp, 64, 8]", (1,))
@@ -169,12 +182,9 @@ def test_the_cache_is_split_like_the_heads_and_over_stages() -> None:
 
 
 def test_the_cache_is_written_where_it_stands() -> None:
-    model, batch = llama()
-    program = shardc.compile(model, batch, {"shardc": 1, **SPECS["tp=2"]}, prove=False)
-    assert isinstance(program.resize, Resizer)
-    steps = compiler.generating(program.resize, program, Sizes(4, 16, 64)).steps
-    assert steps is not None
-    following = steps[1]
+    model, _ = llama()
+    program = of_llama(SPECS["tp=2"])
+    _, following = steps_of(program, Sizes(4, 16, 64))
 
     def work(mesh: Any) -> None:
         engine = program.engine(model, None, mesh=mesh)
@@ -216,10 +226,11 @@ def test_families_generate_with_a_cache_as_transformers_does(
     assert "whole sequence" not in capsys.readouterr().err
 
 
-def steps_of(model: Any, batch: Any, spec: dict[str, Any], sizes: Sizes) -> Any:
-    program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+def steps_of(program: Program, sizes: Sizes) -> tuple[Program, Program]:
     assert isinstance(program.resize, Resizer)
-    return compiler.generating(program.resize, program, sizes).steps
+    steps = compiler.generating(program.resize, program, sizes).steps
+    assert steps is not None
+    return steps
 
 
 def caches_of(program: Any) -> dict[str, str]:
@@ -231,9 +242,10 @@ def test_a_layer_with_a_window_keeps_so_many_tokens_and_gives_what_it_would_with
     """Gemma 2 has a layer with a window and one without: 16 places of prompts are more or fewer, 30 tokens go round."""
     model, batch = hf.build(hf.FAMILIES["gemma2"], sliding_window=window)
     prompts = [[5, 6, 7], list(range(20, 35))]
-    (found,) = ours(SPECS["tp=2"], {"prompts": prompts, "max_new_tokens": 30}, model=model, batch=batch)
+    program = compiled(model, batch, SPECS["tp=2"])
+    (found,) = generated(program, model, {"prompts": prompts, "max_new_tokens": 30})
     assert found == [theirs(model, [p], 30)[0] for p in prompts]
-    _, following = steps_of(model, batch, SPECS["tp=2"], Sizes(2, 16, 64))
+    _, following = steps_of(program, Sizes(2, 16, 64))
     caches = caches_of(following)
     assert caches["0_keys"] == f"f64[2, 4@tp, {window}, 8]"
     assert caches["1_keys"] == "f64[2, 4@tp, 64, 8]"
@@ -249,7 +261,7 @@ STATES = {
 def test_states_of_recurrences_are_split_as_their_channels_are(name: str) -> None:
     model, batch = hf.build(hf_more.FAMILIES[name])
     spec = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
-    _, following = steps_of(model, batch, spec, Sizes(4, 16, 64))
+    _, following = steps_of(compiled(model, batch, spec), Sizes(4, 16, 64))
     found = caches_of(following)
     assert {f"0_{n}": x for n, x in STATES[name].items()}.items() <= found.items()
 
@@ -257,7 +269,8 @@ def test_states_of_recurrences_are_split_as_their_channels_are(name: str) -> Non
 def test_a_token_sees_an_axis_in_the_digits_that_weights_are_split_by() -> None:
     """Nemotron-H has 2 groups of a scan and 4 key-value heads; a token's step alone does not show the groups."""
     model, batch = hf.build(sequences.FAMILIES["nemotron_h"])
-    first, following = steps_of(model, batch, {"mesh": {"tp": 8}, "shard": {"use": "structure"}}, Sizes(4, 16, 64))
+    program = compiled(model, batch, {"mesh": {"tp": 8}, "shard": {"use": "structure"}})
+    first, following = steps_of(program, Sizes(4, 16, 64))
     assert first.mesh == following.mesh
     assert [following.mesh.size(a) for a in following.mesh.digits("tp")] == [2, 2, 2]
 
@@ -265,11 +278,8 @@ def test_a_token_sees_an_axis_in_the_digits_that_weights_are_split_by() -> None:
 def test_a_token_has_the_entries_and_causes_of_the_program_whose_weights_it_runs_on() -> None:
     """By itself the graph of one token suggests another group of weights for layer 0, which ranks do not divide."""
     model, batch = hf.build(hf.FAMILIES["mistral"])
-    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}, prove=False)
-    assert isinstance(program.resize, Resizer)
-    steps = compiler.generating(program.resize, program, Sizes(4, 16, 64)).steps
-    assert steps is not None
-    for step in steps:
+    program = compiled(model, batch, {"mesh": {"tp": 2}, "shard": {"use": "structure"}})
+    for step in steps_of(program, Sizes(4, 16, 64)):
         assert step.meta["shard"] == program.meta["shard"]
         assert all(f"# {line}" in step.text() for line in program.meta["shard"])
         assert not [
@@ -444,7 +454,7 @@ def test_an_encoder_runs_once_and_its_keys_are_split_and_stay() -> None:
     model, batch = zoo.t5()
     of_ids = [(name, (2, 16), torch.int64) for name in ("input_ids", "attention_mask")]
     spec = {"mesh": {"dp": 2, "tp": 2}, "shard": T5_WEIGHTS}
-    _, following = steps_of(model, batch, spec, Sizes(2, 1, 64, tuple(of_ids)))
+    _, following = steps_of(compiled(model, batch, spec), Sizes(2, 1, 64, tuple(of_ids)))
     assert caches_of(following)["cross_attention_cache_0_keys"] == "f64[2@dp, 8@tp, 16, 8]"
     assert {b.name for b in following.buffers if b.cache and not b.updated} == {
         f"cache_cross_attention_cache_{i}_{kind}" for i in (0, 1) for kind in ("keys", "values")
@@ -515,8 +525,8 @@ def test_a_program_that_was_loaded_has_no_model_to_compile(tmp_path: Any) -> Non
 
 
 def test_ranks_that_ask_for_different_things_are_told() -> None:
-    model, batch = llama()
-    program = shardc.compile(model, batch, {"shardc": 1, **SPECS["tp=2"]}, prove=False)
+    model, _ = llama()
+    program = of_llama(SPECS["tp=2"])
 
     def work(mesh: Any) -> None:
         program.engine(model, None, mesh=mesh).generate([[1 + mesh.rank]])

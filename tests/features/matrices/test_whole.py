@@ -18,6 +18,7 @@ from shardc.errors import ShardcError
 from shardc.features.matrices.program import Matrix, cuts, of_param
 from shardc.runtime.mesh.loopback import loopback
 from tests.features.matrices.optimizers import SOAP, Lamb, Shampoo, alone
+from tests.once import once_each
 from tests.runtime.state.test_pairs import EP, TP, Model
 
 torch.set_num_threads(1)
@@ -57,6 +58,7 @@ def several(params: Any) -> list[torch.optim.Optimizer]:
 WORDS = {"matrices": "experts"}
 
 
+@once_each
 def compiled(spec: dict[str, Any], words: Any = WORDS) -> Program:
     return shardc.compile(model(), BATCH, {"shardc": 1, "optimizer": words, **spec})
 

@@ -16,7 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardc
 from shardc.api import Program
 from shardc.errors import ShardcError
-from shardc.features.reshard.runtime import Reshard
+from shardc.features.reshard.moves import Moves
+from shardc.features.reshard.places import Plan, weights
+from shardc.features.reshard.runtime import local_tensors
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import zoo
 from tests.features.generation.test_runtime import WEIGHTS
@@ -228,8 +230,8 @@ def test_rounds_are_bounded(bucket: int) -> None:
         engine = old.engine(source, None, mesh=mesh)
         other = new.engine(lambda: Two(), None, mesh=mesh.seen_as(new.mesh), seed=7)
         first = len(mesh.records)
-        move = Reshard(engine, other, bucket=bucket)
-        move(engine, other, {})
+        move = Moves(mesh, weights(Plan(old), Plan(new), all_buffers=False), bucket)
+        move(local_tensors(engine._saver), local_tensors(other._saver))
         same(engine, other)
         sent = [r.bytes for r in mesh.records[first:] if r.tag == "reshard"]
         assert (sum(sent), len(sent)) == (sum(move.sent), move.rounds)

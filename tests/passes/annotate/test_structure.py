@@ -20,6 +20,7 @@ from shardc.api import Program
 from shardc.ir.placement import Shard
 from shardc.rules.views import _in_parts, in_sections
 from tests import equality, zoo
+from tests.passes.annotate.test_model_plan import forward as forward_sums
 from tests.zoo import Built, hf, hf_more, plain
 
 USE = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}
@@ -29,14 +30,6 @@ def compiled(build: Callable[[], Built], **spec: Any) -> Program:
     model, batch = build()
     with zoo.Wide():
         return shardc.compile(model, batch, {**USE, **spec})
-
-
-def forward_sums(program: Program) -> Counter[str]:
-    """Collectives of forward by kind, without the two small ones of a loss over split classes."""
-    found = [n.meta["collective"] for s in program.stages for n in s.graph.nodes if "collective" in n.meta]
-    return Counter(
-        c.kind for c in found if "tp" in c.axes and c.kind != "none" and "loss over split classes" not in c.cause
-    )
 
 
 # --- models beside the zoo's: nothing in them is named as anywhere else

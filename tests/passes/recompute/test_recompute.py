@@ -24,6 +24,7 @@ from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 from tests import equality, zoo
+from tests.once import once_each
 from tests.test_equal import spec_of
 
 LAYERS = {
@@ -81,6 +82,7 @@ def captured(name: str) -> tuple[Any, Any, Program]:
     return model, batch, shardc.capture.capture(model, batch, prove=False)
 
 
+@once_each
 def compiled(name: str, spec: dict[str, Any], checkpoint: list[dict[str, Any]]) -> Program:
     model, batch, graph = captured(name)
     return shardc.compile(model, batch, {"shardc": 1, **spec, "checkpoint": checkpoint}, captured=graph)
@@ -91,9 +93,9 @@ def two_steps(name: str, program: Program) -> Any:
     return shardc.verify.simulate(program, model, batch, steps=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
 
 
-@functools.cache
-def plain(name: str, mesh: str) -> Any:
-    return two_steps(name, compiled(name, MESHES[mesh], []))
+@once_each
+def plain(name: str, spec: dict[str, Any]) -> Any:
+    return two_steps(name, compiled(name, spec, []))
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -119,7 +121,7 @@ def test_bit_equal_to_the_program_without(setting: str, mesh: str) -> None:
     """Dropout on; two steps, so that masks of the second step are not those of the first."""
     program = compiled("gpt", MESHES[mesh], settings("gpt")[setting])
     assert program.regions
-    assert_same(two_steps("gpt", program), plain("gpt", mesh))
+    assert_same(two_steps("gpt", program), plain("gpt", MESHES[mesh]))
 
 
 @pytest.mark.parametrize("setting", ["all", "nested", "budget", "cheap"])
@@ -128,8 +130,8 @@ def test_models(name: str, setting: str) -> None:
     """T5: layers share a bias and the encoder's output. BatchNorm: statistics are updated once, and summed over ranks
     again.
     """
-    program = compiled(name, {"mesh": {"dp": 2}}, settings(name)[setting])
-    assert_same(two_steps(name, program), two_steps(name, compiled(name, {"mesh": {"dp": 2}}, [])))
+    spec = {"mesh": {"dp": 2}}
+    assert_same(two_steps(name, compiled(name, spec, settings(name)[setting])), plain(name, spec))
 
 
 def test_equal_to_one_device() -> None:
@@ -329,7 +331,7 @@ def test_the_artifact_keeps_them(setting: str, tmp_path: Path) -> None:
             b.meta.get(k) for k in ("region", "kept", "again")
         ]
     if setting == "nested":
-        assert_same(two_steps("gpt", back), plain("gpt", "dp=2 tp=2"))
+        assert_same(two_steps("gpt", back), plain("gpt", MESHES["dp=2 tp=2"]))
 
 
 @pytest.mark.parametrize("text", ["region", "region h", 'region "h" kept h', 'region "h" "g', "region 3 4 x"])
@@ -338,7 +340,7 @@ def test_regions_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     program.save(tmp_path / "out")
     file = tmp_path / "out" / "stage0.py"
     file.write_text(file.read_text().replace('region "h.0"', text, 1))
-    with pytest.raises(shardc.ShardcError, match=r"cannot read the (region|collective)"):
+    with pytest.raises(shardc.ShardcError, match="cannot read '"):
         shardc.load(tmp_path / "out", trust=True)
 
 
@@ -512,7 +514,7 @@ def test_offload(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(OffloadedTensors, "useful", staticmethod(useful))
     program = compiled("gpt", MESHES[mesh], [{"match": "h.*", "save": ["linear"], "offload": "cpu"}])
-    assert_same(two_steps("gpt", program), plain("gpt", mesh))
+    assert_same(two_steps("gpt", program), plain("gpt", MESHES[mesh]))
     assert moved
     rows = (
         8 // program.mesh.size("dp") // program.microbatches

@@ -32,11 +32,11 @@ def main(page: Path) -> None:
         print(f"| opened and drawn, median of {TIMES} | {statistics.median(ready) / 1000:.2f} s |")
         print(f"| a layer's graph laid out and drawn | {statistics.median(shown) / 1000:.2f} s |")
         sent = "D.messages.find((m) => m.layers > 1 && m.cause.includes('o_proj'))"
-        browser.run(f"pick(`m${{({sent}).i}}`); reveal(state.picked); document.activeElement.blur(); light(null)")
+        browser.run(f"pick(({sent}).x); reveal(state.picked); document.activeElement.blur(); light(null)")
         browser.run(LIT)
         browser.picture(DOCS / "inspect-graph.webp")
         browser.open(page, dark=True, hash_="#timeline")
-        browser.run(f"pick(`m${{({sent}).i}}`)")
+        browser.run(f"pick(({sent}).x)")
         browser.run(LIT)
         browser.picture(DOCS / "inspect-timeline.webp")
         assert browser.problems == []

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import shardc
 from docs.drawing import Drawing
+from shardc.ir import units
 from shardc.report.page import DRAWING, read, step
 from shardc.report.page.data import data
 from tests import zoo
@@ -212,6 +213,11 @@ def test_axes_are_round(end: float, most: int, binary: bool) -> None:
     assert found == pytest.approx([i * step for i in range(len(found))])
     assert 2 <= len(found) <= most + 1
     assert end - step < found[-1] <= end * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("n", [950, 170 + 2 / 3, 33088, 7.2e9])
+def test_counts_are_those_of_the_terminal(n: float) -> None:
+    assert page().run(f"count({n})") == units.count(n)
 
 
 def test_memory_is_stacked_to_its_peak() -> None:

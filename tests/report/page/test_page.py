@@ -25,6 +25,7 @@ from shardc.report.page.data import data
 from shardc.report.page.spec_lines import SpecLines
 from shardc.verify.static import Gap, Proof
 from tests import example_text, zoo
+from tests.equality import OF_BUCKETS
 
 SPEC = """\
 shardc: 1
@@ -191,38 +192,22 @@ def test_layers_that_differ_are_not_equal() -> None:
 
 def totals(rows: Any) -> dict[tuple[str, str, str], tuple[int, int]]:
     found: collections.defaultdict[tuple[str, str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
-    for axes, direction, kind, count, nbytes in rows:
-        found[axes, direction, kind][0] += count
-        found[axes, direction, kind][1] += nbytes
+    for r in rows:
+        sums = found[r["axes"], r["direction"], r["kind"]]
+        sums[:] = sums[0] + r["count"], sums[1] + r["bytes"]
     return {k: (a, b) for k, (a, b) in found.items()}
 
 
-def test_messages_are_all_that_a_step_sends() -> None:
+def counted(cost: Cost) -> list[dict[str, Any]]:
+    """The rows of `inspect --comm`, without the loss, which is no message."""
+    return [r.to_json() for r in comm_rows(cost) if r.cause != "the loss, to every rank"]
+
+
+@pytest.mark.parametrize("of_buckets", [False, True])
+def test_messages_are_all_that_a_step_sends(of_buckets: bool) -> None:
     """With equal layers counted as often as there are, every collective of `inspect --comm` belongs to a message."""
-    found = shown()
-    of_page = totals(
-        ("+".join(m["axes"]), w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
-        for m in found["messages"]
-        for w in m["ways"]
-        if "buckets" not in m
-    )
-    named = {"gradients, in buckets", "updated parameters", "the loss, to every rank"}
-    of_program = totals(
-        (r.axes, r.direction, r.kind, r.count, r.bytes) for r in comm_rows(cost()) if r.cause not in named
-    )
-    assert of_page == of_program
-    buckets = totals(
-        (w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
-        for m in found["messages"]
-        if "buckets" in m
-        for w in m["ways"]
-    )
-    counted = totals(
-        (r.axes, r.direction, r.kind, r.count, r.bytes)
-        for r in comm_rows(cost())
-        if r.cause in named and r.cause != "the loss, to every rank"
-    )
-    assert buckets == counted
+    of_page = totals(w for m in shown()["messages"] if ("buckets" in m) == of_buckets for w in m["ways"])
+    assert of_page == totals(r for r in counted(cost()) if (r["cause"] in OF_BUCKETS) == of_buckets)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "pp": 2}])
@@ -231,12 +216,7 @@ def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
     more = {"pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}} if "pp" in mesh else {}
     p = shardc.compile(*zoo.gpt(), {"shardc": 1, "mesh": mesh, "data": {"zero": 3}, **more}, prove=False)
     found = json.loads(json.dumps(data(p, p.cost(), None)))
-    counted = totals(
-        (r.axes, r.direction, r.kind, r.count, r.bytes) for r in comm_rows(p.cost()) if "loss" not in r.cause
-    )
-    ways = [w for m in found["messages"] for w in m["ways"]]
-    shown_ = totals((w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"]) for w in ways)
-    assert shown_ == counted
+    assert totals(w for m in found["messages"] for w in m["ways"]) == totals(counted(p.cost()))
     gathers = [op for op in found["after"] if op["op"] == "gather_start"]
     assert gathers
     assert all("buckets" in found["messages"][op["message"]] for op in gathers)
@@ -246,7 +226,7 @@ def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
 def test_exposed_time_is_that_of_the_cost() -> None:
     found = shown()
     of_page = sum(w["exposed"] for m in found["messages"] for w in m["ways"] if w["exposed"] is not None)
-    rest = sum(s.exposed for each in cost().spans() for s in each if s.record.tag == "loss")
+    rest = sum(s.exposed for each in cost().streams for s in each.spans if s.record.tag == "loss")
     assert of_page + rest == pytest.approx(sum(sum(r.exposed.values()) for r in cost().ranks))
     assert all(
         w["exposed"] <= w["seconds"] + 1e-12 for m in found["messages"] for w in m["ways"] if w["seconds"] is not None

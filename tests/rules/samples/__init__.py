@@ -3,13 +3,13 @@ shardc/rules/core/sample_calls.py says what makes a good one. An op without one 
 """
 
 from importlib import import_module
+from pkgutil import iter_modules
 
-from shardc.rules import FAMILIES
 from shardc.rules.core.sample_calls import RNG, SAMPLES, Arguments, Sample, Tensors
 from tests.rules.making import call, sample, samples
 
 __all__ = ["RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "call", "sample", "samples"]
 
-for _family in FAMILIES:
-    import_module(f"{__name__}.{_family}")
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")
 import_module("tests.features.fp8.samples")

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 sample(
     aten.scaled_dot_product_attention.default,
     lambda t: call(t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4)),
-    lambda t: call(t.real(2, 12, 12, 3), t.real(2, 12, 12, 3), t.real(2, 12, 12, 4), None, 0.0, True),
+    lambda t: call(t.real(2, 2, 6, 3), t.real(2, 2, 6, 3), t.real(2, 2, 6, 4), None, 0.0, True),
     lambda t: call(
         t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), t.truth(2, 1, 4, 6) | torch.eye(4, 6).bool()
     ),
@@ -33,9 +33,7 @@ sample(
     lambda t: call(
         t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), None, 0.3, False, None, False, RNG, 1
     ),
-    lambda t: call(
-        t.real(2, 12, 12, 3), t.real(2, 12, 12, 3), t.real(2, 12, 12, 4), None, 0.3, True, 0.4, False, RNG, 2
-    ),
+    lambda t: call(t.real(2, 2, 6, 3), t.real(2, 2, 6, 3), t.real(2, 2, 6, 4), None, 0.3, True, 0.4, False, RNG, 2),
     lambda t: call(
         t.real(2, 12, 4, 3),
         t.real(2, 12, 6, 3),
@@ -57,9 +55,9 @@ sample(
     lambda t: call(t.real(2, 24, 4, 3), t.real(2, 1, 6, 3), t.real(2, 1, 6, 4), None, 0.3, False, None, True, RNG, 6),
     lambda t: call(t.real(12, 4, 3), t.real(12, 6, 3), t.real(12, 6, 4), None, 0.3, True, None, False, RNG, 7),
     lambda t: call(
-        t.real(2, 12, 12, 3),
-        t.real(2, 12, 12, 3),
-        t.real(2, 12, 12, 3),
+        t.real(2, 2, 12, 3),
+        t.real(2, 2, 12, 3),
+        t.real(2, 2, 12, 3),
         None,
         0.0,
         False,

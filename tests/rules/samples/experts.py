@@ -19,9 +19,7 @@ def unequal(t: Tensors) -> Arguments:
 sample(ops.experts_keep, lambda t: call(t.index(6, 12, 2), 6, 3), lambda t: call(t.index(3, 12, 4, 2), 3, 2))
 sample(
     ops.experts,
-    lambda t: call(
-        t.real(4, 3), t.index(12, 4, 2), t.real(4, 2), t.real(12, 8, 3), t.real(12, 3, 4), None, None, GATED
-    ),
+    lambda t: call(t.real(4, 3), t.index(6, 4, 2), t.real(4, 2), t.real(6, 8, 3), t.real(6, 3, 4), None, None, GATED),
     lambda t: call(
         t.real(6, 2),
         t.orders(4, 6, 3),

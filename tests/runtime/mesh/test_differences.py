@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
+from tests import warm
+from tests.runtime.mesh import differences
 from tests.runtime.mesh.differences import CASES
 
 ROOT = Path(__file__).parents[3]
@@ -20,9 +21,14 @@ ROOT = Path(__file__).parents[3]
 def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank of 4 read, by case."""
     folder = tmp_path_factory.mktemp("differences")
-    command = [sys.executable, "-m", "tests.runtime.mesh.differences", str(folder)]
-    assert launch.launch(command, Mesh((("dp", 2), ("tp", 2)))) == 0
+    warm.ranks(rank_of_four, launch.free_port(), folder, world=4)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(4)]
+
+
+def rank_of_four(rank: int, port: int, folder: Path) -> None:
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in here.items()}
+    differences.main(folder)
 
 
 @pytest.mark.every_case  # one run of four processes serves all

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from shardc.runtime.mesh import own_cores
+from tests import warm
 
 
 def test_ranks_share_the_cores_out() -> None:
@@ -35,16 +35,16 @@ def test_threads_of_a_core_go_to_one_rank(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are chosen on Linux only")
 def test_a_process_and_its_threads_stay_there() -> None:
-    code = (
-        "import os, threading\n"
-        "from shardc.runtime.mesh import own_cores\n"
-        "allowed = os.sched_getaffinity(0)\n"
-        "own_cores.pin_process(0, len(allowed) + 1)\n"
-        "assert os.sched_getaffinity(0) == allowed\n"
-        "own_cores.pin_process(len(allowed) - 1, len(allowed))\n"
-        "seen = []\n"
-        "t = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))\n"
-        "t.start(), t.join()\n"
-        "assert len(seen[0]) == 1 and seen[0] < allowed or len(allowed) == 1, seen\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    warm.ranks(pinned, world=1)
+
+
+def pinned(_: int) -> None:
+    allowed = os.sched_getaffinity(0)
+    own_cores.pin_process(0, len(allowed) + 1)
+    assert os.sched_getaffinity(0) == allowed
+    own_cores.pin_process(len(allowed) - 1, len(allowed))
+    seen: list[set[int]] = []
+    thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+    thread.start()
+    thread.join()
+    assert (len(seen[0]) == 1 and seen[0] < allowed) or len(allowed) == 1, seen

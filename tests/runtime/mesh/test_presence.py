@@ -18,7 +18,6 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
 from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import TorchMesh, presence, processes
-from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import Watch
 from tests import warm
@@ -112,13 +111,12 @@ def test_a_rank_that_has_not_come_is_told_and_waited_for(monkeypatch: pytest.Mon
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
     heard: list[str] = []
-    layout = Mesh.of({"dp": 2})
-    first = Watch(layout, 0, Activity(), store, Processes(store, 0, 2), named=0.4, met=False, say=heard.append)
+    first = Watch(store, 0, 2, 0.4, say=heard.append)
     time.sleep(4)  # longer than one that came and does not answer is given
     assert heard
-    said = r"rank 1 \(dp=1\) has not arrived for \d s: it starts slowly, is stopped, or its machine is gone; rank 0"
+    said = r"rank 1 has not arrived for \d s: it starts slowly, is stopped, or its machine is gone; rank 0"
     assert all(re.match(said, line) for line in heard)
-    second = Watch(layout, 1, Activity(), store, Processes(store, 1, 2), named=0.4, met=False, say=heard.append)
+    second = Watch(store, 1, 2, 0.4, say=heard.append)
     within(20, lambda: heard[-1].startswith("all ranks wait for each other"))
     first.stop()
     second.stop()
@@ -137,9 +135,10 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     monkeypatch.setattr("shardc.runtime.mesh.watch.print_line", said.append)
     monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
     how = "was killed, or ended without an error, in compiling"
-    states = {"stopped.return_value": [], "ended.return_value": {1: how}}
+    states = {"stopped.return_value": {}, "ended.return_value": {1: how}}
     known = mock.Mock(**states, **{"known.return_value": True})
-    watch = Watch(Mesh(()), 0, Activity(), store, known, world=2, named=0.4, met=False)
+    monkeypatch.setattr("shardc.runtime.mesh.watch.Processes", lambda *_: known)
+    watch = Watch(store, 0, 2, 0.4)
     watch._thread.join(30)
     assert ended == [GAVE_UP]
     assert said == ["rank 1 was killed, or ended without an error, in compiling; this rank has ended"]

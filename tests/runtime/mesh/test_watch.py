@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,6 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity, processes
 from shardc.runtime.mesh.activity import Activity
-from shardc.runtime.mesh.failed_rank import Failures
 from shardc.runtime.mesh.processes import KILLED, Processes
 from shardc.runtime.mesh.watch import SILENT, Watch, verdict
 
@@ -80,11 +80,17 @@ def test_a_rank_that_is_stopped_on_this_machine_is_ended(monkeypatch: pytest.Mon
     with subprocess.Popen(["sleep", "60"]) as other:
         as_rank(store, 1, other.pid)
         other.send_signal(signal.SIGSTOP)
-        known = Processes(store, 0, 2)
-        watch = Watch(Mesh((("tp", 2),)), 0, Activity(), store, known, named=0.4, say=heard.append)
+        watch = met(store, 0, Mesh((("tp", 2),)), heard)
         assert other.wait(30) == -signal.SIGKILL
         watch.stop()
     assert heard == ["rank 1 (tp=1) does not answer for 0 s: it is stopped (SIGSTOP); rank 0 waits for it; ended now"]
+
+
+def met(store: dist.Store, rank: int, layout: Mesh, heard: list[str]) -> Watch:
+    """The watch of a rank when all ranks are there."""
+    watch = Watch(store, rank, layout.world, 0.4, say=heard.append)
+    watch.meet(layout, 0.4)
+    return watch
 
 
 def as_rank(store: dist.Store, rank: int, pid: int) -> None:
@@ -95,19 +101,31 @@ def as_rank(store: dist.Store, rank: int, pid: int) -> None:
 
 def test_what_is_known_of_a_process() -> None:
     store = dist.HashStore()
-    with subprocess.Popen(["sleep", "60"]) as other:
+    with subprocess.Popen(["sleep", "60"]) as other, ExitStack() as stack:
+        stack.callback(other.kill)
         as_rank(store, 1, other.pid)
         store.append("shardc/processes/another-machine", f"2 {other.pid} 1 -1;")
         # before that number was given anew
         store.append(f"shardc/processes/{processes._machine()}", f"3 {other.pid} 1 -1;")
         mine = Processes(store, 0, 5)
-        assert ([*mine.ended()], mine.stopped()) == ([3], [])
+        assert ([*mine.ended()], mine.stopped()) == ([3], {})
         other.send_signal(signal.SIGSTOP)
         os.waitpid(other.pid, os.WUNTRACED)
-        assert ([*mine.ended()], mine.stopped()) == ([3], [1])
-        mine.end(1)
+        assert ([*mine.ended()], mine.stopped()) == ([3], {1: other.pid})
+        other.kill()
         other.wait()
-        assert ([*mine.ended()], mine.stopped()) == ([1, 3], [])
+        assert ([*mine.ended()], mine.stopped()) == ([1, 3], {})
+
+
+def test_a_rank_that_is_stopped_before_it_registers_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, "RANK": "1"}) as other, ExitStack() as stack:
+        stack.callback(other.kill)
+        mine = Processes(dist.HashStore(), 0, 2)
+        assert mine.stopped() == {}
+        other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)
+        assert mine.stopped() == {1: other.pid}
 
 
 def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
@@ -116,7 +134,9 @@ def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
     gone = RuntimeError("Connection closed by peer")
     for rank, ended in ((0, [2]), (1, [0, 2])):
         known = mock.Mock(**{"ended.side_effect": lambda at, ended=ended: dict.fromkeys(ended, f"{KILLED} {at}")})
-        error = Failures(store, rank, MESH, known).of_another(gone, "step 5", Activity())
+        watch = Watch(store, rank, 4, 0)
+        watch.layout, watch.processes = MESH, known
+        error = watch.cause(gone, "step 5")
         assert error.what == said
 
 
@@ -126,7 +146,6 @@ def test_a_rank_that_went_on_before_all_answered_says_nothing(monkeypatch: pytes
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(activity, "waits", lambda: True)
     heard: list[str] = []
-    act = Activity()
     store.set("shardc/watch0/rank1", json.dumps(BUSY))
     ask, asked = Watch._ask, threading.Event()
 
@@ -134,11 +153,11 @@ def test_a_rank_that_went_on_before_all_answered_says_nothing(monkeypatch: pytes
         """In the watch's own thread, for a busy machine may let this test's thread come too late."""
         ask(watch, now, since)
         if goes_on:
-            act.begin("all_reduce", ("tp",), "h")
+            watch.activity.begin("all_reduce", ("tp",), "h")
         asked.set()
 
     monkeypatch.setattr(Watch, "_ask", ask_and_go_on)
-    watch = Watch(Mesh((("tp", 2),)), 0, act, store, None, named=0.4, say=heard.append)
+    watch = met(store, 0, Mesh((("tp", 2),)), heard)
     assert asked.wait(60)
     while watch._question is not None:  # until the answers are judged
         time.sleep(0.01)
@@ -196,7 +215,8 @@ def test_a_rank_that_does_not_answer_ends_the_others(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr(activity, "waits", lambda: True)
-    ranks = [Watch(Mesh((("tp", 3),)), r, Activity(), store, named=0.4, say=heard.append) for r in range(2)]
+    store.set("shardc/came/2", "")
+    ranks = [met(store, r, Mesh((("tp", 3),)), heard) for r in range(2)]
     for r, watch in enumerate(ranks):
         watch._thread.name = str(r)
     for watch in ranks:
@@ -216,7 +236,7 @@ def test_two_ranks_ask_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "waits", lambda: waits[threading.current_thread().name])
     monkeypatch.setattr(activity, "place", lambda: "model.py:22, in forward")
     mesh = Mesh((("tp", 2),))
-    ranks = [Watch(mesh, r, Activity(), store, named=0.4, say=heard.append) for r in range(2)]
+    ranks = [met(store, r, mesh, heard) for r in range(2)]
     for r, watch in enumerate(ranks):
         watch._thread.name = str(r)
     deadline = time.monotonic() + 30

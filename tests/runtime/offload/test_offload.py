@@ -5,12 +5,14 @@ owners.
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import functools
 import gc
+import json
 import os
 import re
-import subprocess
+import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from shardc.api import Program
 from shardc.capture import capture
 from shardc.errors import ShardcError
 from shardc.runtime import launch
+from shardc.runtime.mesh import allocator
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.offload import storage
 from shardc.runtime.offload.copies import Mover
@@ -36,6 +39,7 @@ from shardc.runtime.zero.offloaded_optimizer import check_separable
 from tests import warm
 from tests.bench import offload as bench
 
+M_MMAP_THRESHOLD = -3  # malloc.h
 BUCKET_MB = 0.002  # some 500 numbers: several buckets, and several pages
 
 
@@ -391,11 +395,22 @@ def test_at_most_two_pages_are_on_the_device(tmp_path: Path) -> None:
     engine.close()
 
 
+def peak_of(folder: Path, offload: dict[str, str]) -> dict[str, Any]:
+    warm.ranks(write_peak, folder / "peak.json", offload, world=1)
+    found: dict[str, Any] = json.loads((folder / "peak.json").read_text())
+    return found
+
+
+def write_peak(rank: int, file: Path, offload: dict[str, str]) -> None:
+    """Train 16 MiB of parameters. Memory that is freed goes back at once, as in the benchmark's processes."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+    file.write_text(json.dumps(bench.one(width=512, layers=16, rows=8, steps=1, bucket_mb=1, offload=offload)))
+
+
 def test_peak_memory_falls_by_what_is_moved(tmp_path: Path) -> None:
     """The system's own count, of a process each: all that is in memory, mapped pages included, over whole steps."""
-    sizes = {"width": 512, "layers": 16, "rows": 8, "steps": 1, "bucket_mb": 1}  # 16 MiB of parameters
     offload = {"optimizer": str(tmp_path), "parameters": str(tmp_path)}
-    plain, away = bench.measure(**sizes, offload={}), bench.measure(**sizes, offload=offload)
+    plain, away = peak_of(tmp_path, {}), peak_of(tmp_path, offload)
     assert plain["loss"] == away["loss"]
     # of 3, parameters and two moments; the rest is pages in work, which vary by 2 MiB from run to run
     assert plain["peak"] - away["peak"] > 2.4 * plain["params"], (plain, away)
@@ -408,22 +423,27 @@ def files(folder: Path) -> list[str]:
     return sorted(f.name for f in folder.iterdir())
 
 
+def hold_files(folder: str, connection: Any) -> None:
+    held = Files(folder, 7, "")
+    connection.send("held")
+    connection.recv()
+    held.close()
+
+
 def test_files_go_with_their_owner(tmp_path: Path) -> None:
     """A living owner's file stays; a killed one's is removed by who comes next; what is not ours is left alone."""
     (tmp_path / "notes.txt").touch()
-    script = (
-        f"from shardc.runtime.offload.storage import Files; f = Files({str(tmp_path)!r}, 7, ''); print(f.folder,"
-        " flush=True); input()"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        assert [f"-{other.pid}-rank7-" in n for n in files(tmp_path)] == [False, True]
-        mine = Files(str(tmp_path), 0, "")
-        x = mine.slot(100).take(torch.zeros(10))
-        x += 1
-        assert len(files(tmp_path)) == 3
-        other.kill()
+    end, theirs = warm.context().Pipe()
+    other = warm.context().Process(target=hold_files, args=(str(tmp_path), theirs))
+    other.start()
+    assert end.recv() == "held"
+    assert [f"-{other.pid}-rank7-" in n for n in files(tmp_path)] == [False, True]
+    mine = Files(str(tmp_path), 0, "")
+    x = mine.slot(100).take(torch.zeros(10))
+    x += 1
+    assert len(files(tmp_path)) == 3
+    other.kill()
+    other.join()
     assert len(files(tmp_path)) == 3
     second = Files(str(tmp_path), 1, "")
     assert [re.sub(".*-([0-9]+-rank[0-9]+)-.*", r"\1", n) for n in files(tmp_path)] == [
@@ -511,25 +531,23 @@ def test_nothing_is_made_where_nothing_is_asked() -> None:
     assert (found.places, found.homes, found._mover) == ({}, {}, None)
 
 
-def faults(of: str) -> int:
+def write_faults(_: int, of: str, file: Path) -> None:
     """Pages that a process gets anew in ten rounds of making and freeing 64 MiB, after `of` was called."""
-    code = f"""
-import resource, torch
-from shardc.runtime.mesh import allocator
-torch.ones(1 << 24)
-allocator.{of}()
-for i in range(11):
-    if i == 1:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(1 << 24)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    getattr(allocator, of)()
+    for i in range(11):
+        if i == 1:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(1 << 24)
+    file.write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_freed_memory_is_kept_or_returned() -> None:
-    assert faults("return_freed") > 5 * faults("keep_freed")
+def test_freed_memory_is_kept_or_returned(tmp_path: Path) -> None:
+    for of in ("return_freed", "keep_freed"):
+        warm.ranks(write_faults, of, tmp_path / of, world=1)
+    returned, kept = (int((tmp_path / of).read_text()) for of in ("return_freed", "keep_freed"))
+    assert returned > 5 * kept
 
 
 def test_the_thread_that_moves_stays_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

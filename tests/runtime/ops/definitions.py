@@ -121,6 +121,14 @@ def shards(n: int) -> Iterator[tuple[tuple[int, ...], Shard]]:
     yield (2 * n, 0, 3), Shard(0)
 
 
+def in_turn(i: int, dtypes: Sequence[torch.dtype]) -> Sequence[torch.dtype]:
+    """The dtypes that a check tries on its i-th shape: all on the first one, the widest and another one on the rest.
+
+    No op has code for a dtype on some of the shapes only.
+    """
+    return dtypes if i == 0 else (dtypes[0], dtypes[1 + i % (len(dtypes) - 1)])
+
+
 def placements(row: Conversion, n: int) -> Iterator[tuple[tuple[int, ...], Placement, Placement]]:
     """Every way in which n ranks may have what a row of the table takes and gives."""
     if row.source is row.target is Shard:
@@ -160,8 +168,8 @@ def conversion(name: str) -> None:
     row = BY_OP[name]
     sums = row.source is Partial or row.target is Partial
     for n in RANKS:
-        for shape, old, new in placements(row, n):
-            for dtype in (*FLOATS, *COMPLEX, *(d for d in WHOLE if not (sums and d == torch.bool))):
+        for i, (shape, old, new) in enumerate(placements(row, n)):
+            for dtype in in_turn(i, (*FLOATS, *COMPLEX, *(d for d in WHOLE if not (sums and d == torch.bool)))):
                 x, g = numbers(shape, dtype), numbers(shape, dtype, seed=9)
                 flows = dtype not in WHOLE
                 xs, gs = lay(x, old, n, gradient=False), lay(g, new, n, gradient=True) if flows else [g] * n

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from tests.runtime.ops.definitions import (
     WHOLE,
     close,
     digit,
+    in_turn,
     lay,
     numbers,
     of,
@@ -33,38 +34,36 @@ from tests.runtime.ops.definitions import (
 )
 
 
-def padded_values(n: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Shard]]:
-    for shape, s in shards(n):
-        yield numbers(shape, dtype), s
+def padded_values(n: int, dtypes: Sequence[torch.dtype]) -> Iterator[tuple[Tensor, Shard]]:
+    """Values of which the dim that ranks split is padded in each way."""
+    for i, (shape, s) in enumerate((shape, s) for shape, s in shards(n) if not s.sections):
+        yield from ((numbers(shape, dtype), s) for dtype in in_turn(i, dtypes))
 
 
 @of("fill_padding")
 def filled() -> None:
     for n in RANKS:
-        for dtype in (*FLOATS, *COMPLEX, *WHOLE):
-            for x, s in padded_values(n, dtype):
-                if s.sections:
-                    continue
-                gap = ~widen(torch.ones(x.shape, dtype=torch.bool), s)
-                held = [strided(p) for p in chunks(widen(x, s).masked_fill(gap, 1), s, n)]
-                g = numbers(gap.shape, dtype, seed=3)
-                for fill in (0.0, 1.0):
+        for x, s in padded_values(n, (*FLOATS, *COMPLEX, *WHOLE)):
+            gap = ~widen(torch.ones(x.shape, dtype=torch.bool), s)
+            held = [strided(p) for p in chunks(widen(x, s).masked_fill(gap, 1), s, n)]
+            g = numbers(gap.shape, x.dtype, seed=3)
+            for fill in (0.0, 1.0):
 
-                    def work(mesh: LoopbackMesh) -> tuple[Tensor, Tensor]:
-                        mine = held[mesh.rank].clone().requires_grad_(held[0].dtype not in WHOLE)
-                        out = ops.fill_padding(mine, mesh, s.dim, digit(s), x.shape[s.dim], s.padding, s.blocks, fill)
-                        assert out.is_contiguous()
-                        grad = chunks(g, s, n)[mesh.rank]
-                        if mine.requires_grad:
-                            (grad,) = torch.autograd.grad(out, mine, strided(grad))
-                        return out.detach(), grad
+                def work(mesh: LoopbackMesh) -> tuple[Tensor, Tensor]:
+                    mine = held[mesh.rank].clone().requires_grad_(held[0].dtype not in WHOLE)
+                    out = ops.fill_padding(mine, mesh, s.dim, digit(s), x.shape[s.dim], s.padding, s.blocks, fill)
+                    assert out.is_contiguous()
+                    grad = chunks(g, s, n)[mesh.rank]
+                    if mine.requires_grad:
+                        (grad,) = torch.autograd.grad(out, mine, strided(grad))
+                    return out.detach(), grad
 
-                    outs, grads = on_ranks(n, work)
-                    wanted = chunks(widen(x, s).masked_fill(gap, fill), s, n)
-                    assert all(torch.equal(o, w) for o, w in zip(outs, wanted, strict=True))
-                    if dtype not in WHOLE:
-                        wanted = chunks(g.masked_fill(gap, 0), s, n)
-                        assert all(torch.equal(o, w) for o, w in zip(grads, wanted, strict=True))
+                outs, grads = on_ranks(n, work)
+                wanted = chunks(widen(x, s).masked_fill(gap, fill), s, n)
+                assert all(torch.equal(o, w) for o, w in zip(outs, wanted, strict=True))
+                if x.dtype not in WHOLE:
+                    wanted = chunks(g.masked_fill(gap, 0), s, n)
+                    assert all(torch.equal(o, w) for o, w in zip(grads, wanted, strict=True))
 
 
 def looked_up(
@@ -201,26 +200,23 @@ def mean() -> None:
 def of_a_part(whole: Callable[[Any], Any], part: Callable[[Any, LoopbackMesh, Shard, tuple[int, ...]], Any]) -> None:
     """What ranks draw, or mask, by place: each has its part of what one device has. Padding has any place's."""
     for n in RANKS:
-        for shape, s in shards(n):
-            if s.sections:
-                continue
-            for dtype in FLOATS:
-                x = numbers(shape, dtype).add(0.5).requires_grad_()
-                want = whole(x)
-                g = numbers(shape, dtype, seed=2)
-                of_x = torch.autograd.grad(want, x, g)[0] if want.requires_grad else None
+        for values, s in padded_values(n, FLOATS):
+            x, shape = values.add(0.5).requires_grad_(), tuple(values.shape)
+            want = whole(x)
+            g = numbers(shape, x.dtype, seed=2)
+            of_x = torch.autograd.grad(want, x, g)[0] if want.requires_grad else None
 
-                def work(mesh: LoopbackMesh) -> tuple[Tensor, Tensor]:
-                    mine, grad = (strided(chunks(widen(t.detach(), s), s, n)[mesh.rank]) for t in (x, g))
-                    out = part(mine.requires_grad_(), mesh, s, shape)
-                    return out.detach(), torch.autograd.grad(out, mine, grad)[0] if out.requires_grad else out
+            def work(mesh: LoopbackMesh) -> tuple[Tensor, Tensor]:
+                mine, grad = (strided(chunks(widen(t.detach(), s), s, n)[mesh.rank]) for t in (x, g))
+                out = part(mine.requires_grad_(), mesh, s, shape)
+                return out.detach(), torch.autograd.grad(out, mine, grad)[0] if out.requires_grad else out
 
-                outs, grads = on_ranks(n, work)
-                gap = chunks(~widen(torch.ones(shape, dtype=torch.bool), s), s, n)
-                outs = tuple(out.masked_fill(hole, 0) for out, hole in zip(outs, gap, strict=True))
-                same(outs, want.detach(), s, gradient=False)
-                if of_x is not None:
-                    same(grads, of_x, s, gradient=True)
+            outs, grads = on_ranks(n, work)
+            gap = chunks(~widen(torch.ones(shape, dtype=torch.bool), s), s, n)
+            outs = tuple(out.masked_fill(hole, 0) for out, hole in zip(outs, gap, strict=True))
+            same(outs, want.detach(), s, gradient=False)
+            if of_x is not None:
+                same(grads, of_x, s, gradient=True)
 
 
 @of("dropout")

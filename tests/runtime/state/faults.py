@@ -85,7 +85,7 @@ def save(
         extra = {"step": step, "seed": 7}
         try:
             held = RankState(p, mesh, params, buffers, optimizer)
-            saving.save(folder, held, extra, saves=saves, keep=keep, wait=wait)
+            saves.save(folder, functools.partial(saving.planned, held, extra), keep=keep, wait=wait)
             saves.finish()
         except (ShardcError, Crash) as e:
             return e

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -209,7 +210,8 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
         saves = saving.Saves(mesh)
         for step in (1, 2):
             facts = {"step": step, "seed": 7}
-            saving.save(tmp_path, RankState(program, mesh, params, buffers, optimizer), facts, saves=saves, wait=False)
+            held = RankState(program, mesh, params, buffers, optimizer)
+            saves.save(tmp_path, functools.partial(saving.planned, held, facts), wait=False)
             saves.poll()
             assert saves.progress is not None
             assert not list(tmp_path.glob(f"step-{step:06d}"))

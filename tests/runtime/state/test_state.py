@@ -22,9 +22,9 @@ from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import export, loading, parts, saving, sources
 from shardc.runtime.state.checkpoint_folder import newest, read_index
+from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init import named_tensors, record
 from shardc.runtime.state.owners import RankState
-from shardc.runtime.state.sources import check_tensors
 
 torch.set_num_threads(1)
 
@@ -311,7 +311,8 @@ def _trained(sizes: Sizes, make: Make, folder: Path | None, steps: int, resume: 
         begin = extra["step"] if extra else 0
         _train(program, mesh, params, optimizer, range(begin, begin + steps))
         if folder:
-            saving.save(folder, held, {"step": steps, "seed": 7, "scheduler": {"last": 0.1}})
+            facts = {"step": steps, "seed": 7, "scheduler": {"last": 0.1}}
+            saving.Saves(mesh).save(folder, lambda: saving.planned(held, facts))
         moments = {p.name: optimizer.state.get(params[p.name], {}) for p in program.params}
         return (params, buffers), moments, extra, optimizer.param_groups
 
@@ -351,9 +352,8 @@ def _save(folder: Path, model: nn.Module, sizes: Sizes, extra: Any = None, make:
 
     def work(mesh: LoopbackMesh) -> None:
         params, buffers = local_parameters(program, model, mesh, 0)
-        saving.save(
-            folder, RankState(program, mesh, params, buffers, make(list(params.values())) if make else None), extra
-        )
+        held = RankState(program, mesh, params, buffers, make(list(params.values())) if make else None)
+        saving.Saves(mesh).save(folder, lambda: saving.planned(held, extra))
 
     loopback(program.mesh, work)
 
@@ -463,6 +463,25 @@ def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
     _save(tmp_path / "d", model, {"dp": 1}, make=lambda ps: torch.optim.SGD(ps[:1]))
     with pytest.raises(ShardcError, match=r"bias is missing in the checkpoint's optimizer"):
         _load(tmp_path / "d", model, OPTIMIZERS["sgd"])
+
+
+def test_tensors_inside_of_values_of_the_optimizer_are_kept(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    program = program_of(model, {"dp": 1})
+    made = [torch.arange(3.0), ({"a": torch.ones(2, 2)}, 5)]
+
+    def work(mesh: LoopbackMesh) -> Any:
+        params, buffers = local_parameters(program, model, mesh)
+        optimizer, p = torch.optim.SGD(params.values()), params["weight"]
+        held = RankState(program, mesh, params, buffers, optimizer)
+        optimizer.state[p] = {"rows": made, "a/b": torch.full((2, 2), 3.0)}
+        saving.Saves(mesh).save(tmp_path, lambda: saving.planned(held))
+        optimizer.state[p] = {}
+        loading.load(tmp_path, held)
+        assert optimizer.state[p]["a/b"].eq(3).all()
+        return optimizer.state[p]["rows"]
+
+    torch.testing.assert_close(loopback(program.mesh, work), [made], rtol=0, atol=0)
 
 
 def test_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.tensor_file import DTYPES, Entry, bytes_of, header, open_safetensors, stored_as
+from shardc.runtime.state.tensor_file import DTYPES, bytes_of, header, open_safetensors, stored_as
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -31,11 +31,11 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     given = tensors()
-    data, entries = header([Entry(n, x.dtype, tuple(x.shape)) for n, x in given.items()], {"k": "v"})
+    data, starts = header([(n, x.dtype, tuple(x.shape)) for n, x in given.items()], {"k": "v"})
     descriptor = disk_calls.create(tmp_path / "f")
     disk_calls.write(descriptor, memoryview(data), 0)
-    for e in entries:
-        disk_calls.write(descriptor, bytes_of(given[e.name]), e.start)
+    for x, start in zip(given.values(), starts, strict=False):
+        disk_calls.write(descriptor, bytes_of(x), start)
     os.close(descriptor)
     found = load_file(tmp_path / "f")
     assert all(torch.equal(found[n], x) for n, x in given.items())

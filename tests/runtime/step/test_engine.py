@@ -85,8 +85,8 @@ def test_the_collectives_that_ran_have_their_causes() -> None:
         Comm("all_reduce", "tp", 4 * 4 * 8, "forward", "by hand: z_sum"),
         Comm("all_reduce", "dp", 8, "forward", "by hand: s_sum"),
         Comm("all_reduce", "dp", 4 * 8, "forward", "by hand: m_sum"),
-        Comm("all_reduce", "dp", (4 + 4 * 6) * 8, "backward", "gradients of 2 parameters"),
-        Comm("all_reduce", "dp", (6 + 6 * 6) * 8, "backward", "gradients of 2 parameters"),
+        Comm("all_reduce", "dp", (4 + 4 * 6) * 8, "backward", "gradients, in buckets"),
+        Comm("all_reduce", "dp", (6 + 6 * 6) * 8, "backward", "gradients, in buckets"),
     ]
     assert simulate(example.program(), example.Model(), example.batch()).comms == []
     # an update needs no communication: the gradients' norm is only computed where it is asked for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,11 @@ MESHES: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}},
     "zero 3": {"mesh": {"dp": 2}, "data": {"zero": 3}},
 }
+
+
+@functools.cache
+def compiled(mesh: str) -> shardc.Program:
+    return ONE if mesh == "one" else of(MESHES[mesh], net())
 
 
 def freeze(m: Any) -> None:
@@ -95,8 +101,7 @@ def train(mesh: LoopbackMesh, program: Any, change: Callable[[Any], None]) -> li
     ],
 )
 def test_it_is_as_on_one_device_or_refused(change: Callable[[Any], None], what: str | None, mesh: str) -> None:
-    spec = MESHES.get(mesh, {"mesh": {"dp": 1}})
-    program = shardc.compile(net(), BATCH, {"shardc": 1, **spec}, prove=False)
+    program = compiled(mesh)
     if what is None or (change is freeze and mesh != "zero 3") or (change is hook and mesh == "one"):
         plain = net()
         optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
@@ -117,7 +122,7 @@ def test_it_is_as_on_one_device_or_refused(change: Callable[[Any], None], what: 
 
 
 def test_a_wrapper_that_sums_again_is_refused() -> None:
-    @on_modules(shardc.compile(net(), BATCH, {"shardc": 1, **MESHES["dp"]}, prove=False), MODEL)
+    @on_modules(compiled("dp"), MODEL)
     def _(module: ShardedModule, mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match="DistributedDataParallel would sum gradients that are summed already"):
             hasattr(module, "_ddp_params_and_buffers_to_ignore")
@@ -223,7 +228,7 @@ def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
 @pytest.mark.parametrize("mesh", ["tp", "zero 3"])
 def test_clipping_by_hand_between_the_halves_of_an_engines_step_is_refused(mesh: str) -> None:
     """It would take the norm of this rank's part. The update works on these gradients as on any."""
-    program = shardc.compile(net(), BATCH, {"shardc": 1, **MESHES[mesh]}, prove=False)
+    program = compiled(mesh)
 
     def work(mesh: LoopbackMesh) -> tuple[float, float]:
         engine, straight = (Engine(program, MODEL, mesh=mesh, clip_norm=0.1) for _ in range(2))

@@ -4,6 +4,8 @@ twice.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,7 +55,8 @@ def program(*buckets: tuple[str, ...], axes: tuple[str, ...] = ("dp",)) -> Progr
     base = example_program.program()
     names = [n for b in buckets for n in b]
     params = tuple(Param(n, n, (2,), torch.float32, reduce=axes) for n in names)
-    return Program(PAIR, base.graph, params, (), (), buckets=tuple(Bucket(axes, torch.float32, b) for b in buckets))
+    made = tuple(Bucket(axes, torch.float32, b) for b in buckets)
+    return replace(base, mesh=PAIR, params=params, buffers=(), inputs=(), stages=(), buckets=made)
 
 
 def parameters(program: Program) -> dict[str, nn.Parameter]:
@@ -193,7 +196,7 @@ def test_the_norm_counts_every_parameter_once(dtype: torch.dtype) -> None:
         "frozen": Layout(),
     }
     params = tuple(Param(n, n, (6,), dtype, layout=layouts[n]) for n in whole)
-    p = Program(mesh, example_program.program().graph, params, (), ())
+    p = replace(example_program.program(), mesh=mesh, params=params, buffers=(), inputs=(), stages=(), buckets=())
 
     def work(m: LoopbackMesh) -> Tensor:
         local = {n: nn.Parameter(torch.zeros(layouts[n].local_shape((6,), mesh), dtype=dtype)) for n in whole}

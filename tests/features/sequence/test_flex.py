@@ -252,7 +252,7 @@ def test_what_is_not_said_of_each_score_is_refused(what: str) -> None:
     mods, said = REFUSED[what]
     with pytest.raises(shardc.ShardcError, match=said) as e:
         shardc.compile(*build(mods), {"shardc": 1, "mesh": {"dp": 2}})
-    assert "test_sequence_flex.py" in str(e.value)
+    assert "test_flex.py" in str(e.value)
 
 
 def test_blocks_that_no_mask_mod_hides_are_refused() -> None:
@@ -266,7 +266,7 @@ def test_blocks_that_no_mask_mod_hides_are_refused() -> None:
 
     with pytest.raises(shardc.ShardcError, match=r"leaves out blocks.*\n.*create_block_mask") as e:
         compiled(*first)
-    assert "test_sequence_flex.py" in str(e.value)
+    assert "test_flex.py" in str(e.value)
     assert squares(compiled(*both)) == []
 
 
@@ -285,7 +285,7 @@ def test_a_parameter_in_a_closure_is_refused() -> None:
         layer.held = lambda s, b, h, i, j: s + slopes[h] * (j - i)
     with pytest.raises(shardc.ShardcError, match=r"reads the parameter 'layers\.0\.slopes' from .* a closure") as e:
         shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
-    assert "test_sequence_flex.py" in str(e.value)
+    assert "test_flex.py" in str(e.value)
 
 
 def test_transformers_models() -> None:

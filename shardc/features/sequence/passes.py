@@ -1,4 +1,4 @@
-"""Context parallel: split the dim of each input that `sequence` names, in addition to the batch's.
+"""Split the dim of each input that `sequence` names, in addition to the batch's (context parallel).
 
     before   input_ids: i64[8@dp, 4096]              spec: sequence: {axis: cp}
     after    input_ids: i64[8@dp, 4096@cp]
@@ -11,51 +11,84 @@ the sequence's order. Parameters' gradients are summed over the axis.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.graph import source_of, value_of, values_of
+from shardc.features.sequence import section
+from shardc.features.sequence.causal_convs import use_conv1d
+from shardc.features.sequence.methods import Method
+from shardc.features.sequence.scans import split_by_other_dims
+from shardc.features.sequence.section import Sequence
+from shardc.ir.graph import copy_graph, placeholders, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.ir.types import behind
+from shardc.passes import Entry
+from shardc.passes.annotate import weight_axes
 from shardc.passes.annotate.indivisible import indivisible_dim
+from shardc.passes.annotate.inputs import input_name
 from shardc.passes.annotate.padding import padded
+from shardc.passes.base import Pass
 from shardc.rules.attention import OPS
-from shardc.rules.attention_methods import Method
 from shardc.rules.core.op_call import call_of
 from shardc.spec import Spec
 
 aten = torch.ops.aten
+#: Called after placement on an axis of tokens.
+improve_placement = split_by_other_dims
 
 
-def sequence_dim(spec: Spec, x: Input, name: str) -> int | None:
-    """Return the dim of an input that `sequence` splits.
+@dataclass(frozen=True)
+class SplitSequence(Pass):
+    """Adds the split to the layouts of inputs, pins to ids, and its method to each attention's `meta`."""
+
+    def applies(self, program: Program) -> bool:
+        return section.of(self.spec) is not None
+
+    def run(self, program: Program) -> Program:
+        sequence = section.of(self.spec)
+        assert sequence is not None
+        program = replace(program, graph=copy_graph(program.graph))
+        use_conv1d(program.graph)
+        errors = Errors()
+        program = _split_inputs(self.spec, sequence, program, errors)
+        _mark_methods(self.spec, sequence, program, errors)
+        _split_ids(self.spec, sequence, program)
+        errors.raise_any()
+        return program
+
+
+#: Each with the pass that it follows.
+PASSES = (("annotate", Entry("sequence", SplitSequence, "tokens are split beside the rows that annotate has split")),)
+
+
+def _dim(sequence: Sequence, x: Input) -> int | None:
+    """Return the dim of an input that is split.
 
     None for an input without such a dim, or of size 1 there, which all tokens share.
     """
-    assert spec.sequence is not None
-    dim = next((d for pattern, d in spec.sequence.dims.items() if match(pattern, name)), None)
+    dim = next((d for pattern, d in sequence.dims.items() if match(pattern, input_name(x))), None)
     return dim if dim is not None and dim < len(x.shape) and x.shape[dim] > 1 else None
 
 
-def _zigzag(spec: Spec, program: Program, mesh: Mesh, names: dict[str, str]) -> bool:
+def _zigzag(spec: Spec, sequence: Sequence, program: Program) -> bool:
     """Return whether each rank has two stretches of the sequence.
 
     With `balance: auto`: if attention is causal, and the sequences of all inputs divide or are padded.
     """
-    assert spec.sequence is not None
-    if spec.sequence.balance != "auto":
-        return spec.sequence.balance == "zigzag"
+    if sequence.balance != "auto":
+        return sequence.balance == "zigzag"
     calls = (call_of(n) for n in program.graph.nodes if n.target in OPS)
-    dims = [(x, sequence_dim(spec, x, names[x.name])) for x in program.inputs]
-    parts = 2 * spec.sequence_ranks
+    dims = [(x, _dim(sequence, x)) for x in program.inputs]
+    parts = 2 * spec.token_ranks
     even = spec.uneven == "pad" or not any(x.shape[d] % parts for x, d in dims if d is not None)
-    return even and any(c.arg(5, "is_causal", False) or dict(c.kwargs).get("window") == (None, 0) for c in calls)
+    return even and any(c.arg("is_causal") or dict(c.kwargs).get("window") == (None, 0) for c in calls)
 
 
 def _layout(axes: tuple[str, ...], dim: int, mesh: Mesh, *, zigzag: bool) -> Layout:
@@ -72,32 +105,26 @@ def _layout(axes: tuple[str, ...], dim: int, mesh: Mesh, *, zigzag: bool) -> Lay
     return Layout.of(shards, mesh)
 
 
-def split_sequence(
-    spec: Spec, program: Program, mesh: Mesh, names: dict[str, str], layouts: dict[str, Layout], errors: Errors
-) -> dict[str, str]:
-    """Add the split to the layouts of inputs. Return why, by placeholder.
+def _split_inputs(spec: Spec, sequence: Sequence, program: Program, errors: Errors) -> Program:
+    """Add the split to the layouts of inputs, and its cause to their placeholders.
 
-    names: of inputs as a user writes them, by placeholder. Adds errors for patterns that match nothing, sizes that the
-    axis does not divide, and a dim that the batch's axes split.
+    Adds errors for patterns that match nothing, sizes that the axis does not divide, and a dim that the batch's axes
+    split.
     """
-    sequence = spec.sequence
-    if sequence is None or spec.sequence_ranks == 1:
-        return {}
+    mesh, nodes, names = program.mesh, placeholders(program.graph), [input_name(x) for x in program.inputs]
     where = spec.where(("sequence", "axis"))
     for pattern in sequence.dims:
-        if pattern != "*" and not any(match(pattern, n) for n in names.values()):
-            known = f"the inputs are {', '.join(names.values())}"
+        if pattern != "*" and not any(match(pattern, n) for n in names):
             place = spec.where(("sequence", "dims", pattern))
-            fix = did_you_mean(pattern, list(names.values()), known)
+            fix = did_you_mean(pattern, names, f"the inputs are {', '.join(names)}")
             errors.add(f"pattern {pattern!r} matches no input", where=place, fix=fix)
-    causes: dict[str, str] = {}
-    zigzag = _zigzag(spec, program, mesh, names)
-    for x in program.inputs:
-        name = names[x.name]
-        dim = sequence_dim(spec, x, name)
+    layouts: dict[str, Layout] = {}
+    zigzag = _zigzag(spec, sequence, program)
+    for x, name in zip(program.inputs, names, strict=True):
+        dim = _dim(sequence, x)
         if dim is None:
             continue
-        if layouts.get(x.name, Layout()).shards(dim):
+        if x.layout.shards(dim):
             fault = f"input {name!r} of shape {list(x.shape)}: dim {dim} is the batch's and the sequence's"
             fix = f"write which dim is the sequence's: sequence: {{dims: {{{name}: 1}}}}, or null for none"
             errors.add(fault, where=spec.where(("sequence", "dims")), fix=fix)
@@ -111,28 +138,26 @@ def split_sequence(
             fault = uneven.fault(mesh, f"input {name!r}: the sequence of {uneven.size} (dim {dim})")
             errors.add(fault, where=where, fix=fix)
             continue
-        layouts[x.name] = Layout.of({**dict(layouts.get(x.name, Layout()).items), **dict(layout.items)}, mesh)
-        causes[x.name] = f"{where} sequence dim {dim} of {name!r}"
-    if not causes and not errors.found:
-        known = ", ".join(f"{names[x.name]} {list(x.shape)}" for x in program.inputs)
+        layouts[x.name] = Layout.of({**dict(x.layout.items), **dict(layout.items)}, mesh)
+        cause = dict.fromkeys(mesh.digits(*sequence.axis), f"{where} sequence dim {dim} of {name!r}")
+        nodes[x.name].meta["cause"] = nodes[x.name].meta.get("cause", {}) | cause
+    if not layouts and not errors.found:
+        known = ", ".join(f"{name} {list(x.shape)}" for x, name in zip(program.inputs, names, strict=True))
         fault = f"no input has a sequence that {' × '.join(sequence.axis)} could split: {known}"
         errors.add(fault, where=where, fix="name the dim: sequence: {dims: {NAME: 1}}, or leave the section out")
-    return causes
+    return program.with_layouts(layouts)
 
 
-def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layout]) -> None:
+def _split_ids(spec: Spec, sequence: Sequence, program: Program) -> None:
     """Pin ids that a model computes from its inputs where an embedding reads them.
 
     A decoder's ids may be its labels, shifted. A shift reads other ranks' tokens, so it runs on whole ids; the
     embedding gets them split again.
     """
-    sequence = spec.sequence
-    if sequence is None or spec.sequence_ranks == 1:
-        return
+    mesh, split = program.mesh, dict[tuple[int, int], dict[str, Shard]]()
     parts = set(mesh.digits(*sequence.axis))
-    split: dict[tuple[int, int], dict[str, Shard]] = {}
     for x in program.inputs:
-        for a, s in layouts.get(x.name, Layout()).shards():
+        for a, s in x.layout.shards():
             if a in parts:
                 split.setdefault((x.shape[s.dim], s.dim), {})[a] = s
     inputs = {x.name for x in program.inputs}
@@ -159,12 +184,10 @@ _PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.e
 _BETWEEN = 16
 
 
-def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str], errors: Errors) -> None:
-    """Record the method of each attention in the graph (shardc.rules.attention_methods)."""
-    sequence = spec.sequence
-    if sequence is None or spec.sequence_ranks == 1:
-        return
-    weight_ranks = math.prod(mesh.size(a) for a in weight_axes if a not in sequence.axis)
+def _mark_methods(spec: Spec, sequence: Sequence, program: Program, errors: Errors) -> None:
+    """Record the method of each attention in the graph (methods.py)."""
+    mesh = program.mesh
+    weight_ranks = math.prod(mesh.size(a) for a in weight_axes(spec) if a not in sequence.axis)
     params = {p.name for p in program.params}
     attentions = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
     modules = sorted({source_of(n).module for n in attentions})

@@ -4,7 +4,7 @@
     after    ops.conv1d(x, w, b, 3, 1, 64)                     f32[8, 64, 16]: three places before each token are read
 
 Models write a causal convolution with zeros on both ends, and cut off the results beyond the end, or they add zeros in
-front. The sizes in between do not divide like the sequence. The pass only changes ops if a sequence is split.
+front. The sizes in between do not divide like the sequence.
 """
 
 from __future__ import annotations
@@ -15,29 +15,22 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import value_of
-from shardc.ir.program import Program
 from shardc.rules.core.op_call import call_of
 from shardc.runtime import ops
-from shardc.spec import Spec
 
 aten = torch.ops.aten
 
 
-def use_conv1d(spec: Spec, program: Program) -> None:
-    """Replace convolutions that keep the number of tokens by `ops.conv1d`, if a sequence is split."""
-    if spec.sequence_ranks == 1:
-        return
-    for node in list(program.graph.nodes):
-        if node.target is aten.conv1d.default:
-            _replace(program.graph, node)
+def use_conv1d(graph: fx.Graph) -> None:
+    """Replace convolutions that keep the number of tokens by `ops.conv1d`."""
+    for node in graph.find_nodes(op="call_function", target=aten.conv1d.default):
+        _replace(graph, node)
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:
     """Replace one convolution, with the padding before it and the slice after it, if they keep the number of tokens."""
     call, x = call_of(node), node.args[0]
-    stride, padding, dilation = (
-        _one_number(call.arg(i, n, d)) for i, n, d in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
-    )
+    stride, padding, dilation = (_one_number(call.arg(name)) for name in ("stride", "padding", "dilation"))
     if not isinstance(x, fx.Node) or node.kwargs or len(value_of(x).shape) != 3:
         return
     if stride != 1 or padding is None or dilation is None:
@@ -61,7 +54,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     if behind < 0 or result.meta.get("pin") is not None:
         return
     args: tuple[Any, ...] = (unpadded, node.args[1], node.args[2] if len(node.args) > 2 else None)
-    args = (*args, front, dilation, call.arg(6, "groups", 1))
+    args = (*args, front, dilation, call.arg("groups"))
     with graph.inserting_before(result):
         new = graph.call_function(ops.conv1d, args)
     new.meta = {**result.meta, "source": node.meta["source"]}

@@ -17,11 +17,11 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import equality
-from tests.passes.test_sequence import built, sdpa, sinks
+from tests.features.sequence.test_methods import built, sdpa, sinks
 from tests.sequences import CP, check
 from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, labels, ready
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_each_detail_has_a_test() -> None:

@@ -1,4 +1,4 @@
-"""Decide how attention over a split sequence runs on the sequence's axis: `sequence: {method: ...}`.
+"""List how attention over a split sequence may run on the sequence's axis: `sequence: {method: ...}`.
 
 gather      queries stay split, keys and values are gathered
 ring        queries stay split, keys and values travel (shardc.runtime.ops.attention.ring)
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardc.errors import ShardcError
 from shardc.ir.placement import Placement, Shard
@@ -36,39 +35,35 @@ class Method:
     module: str
     ring: bool = True
 
+    def applies(self, choices: Choices, available: Sequence[Sequence[Placement]]) -> bool:
+        """Return whether an attention's queries, or the rows of its scores, arrive split by their sequence."""
+        rows = len(choices.call.operands[0].shape) - 2
+        return any(isinstance(p, Shard) and p.dim == rows for p in available[0])
 
-def over_sequence(choices: Choices, available: Sequence[Sequence[Placement]]) -> bool:
-    """Return whether an attention's queries, or the rows of its scores, arrive split by their sequence."""
-    rows = len(choices.call.operands[0].shape) - 2
-    return any(isinstance(p, Shard) and p.dim == rows for p in available[0])
+    def candidates(
+        self,
+        choices: Choices,
+        n: int,
+        available: Sequence[Sequence[Placement]],
+        taken: Callable[[int], int],
+        fits: Callable[[Strategy], bool],
+    ) -> Iterator[Strategy]:
+        """Yield the strategies that the method allows. Raises ShardcError if there are none.
 
-
-class Room(NamedTuple):
-    """What other axes leave of an op.
-
-    taken: the digit below theirs in a dim of the result. fits: whether a strategy takes no digit of theirs.
-    """
-
-    taken: Callable[[int], int]
-    fits: Callable[[Strategy], bool]
-
-
-def candidates(
-    method: Method, choices: Choices, n: int, available: Sequence[Sequence[Placement]], room: Room
-) -> Iterator[Strategy]:
-    """Yield the strategies that a method allows. Raises ShardcError if there are none."""
-    whole, yielded = choices.call.target in OPS, False
-    ring = _ring(choices, n, available) if whole and method.ring and method.name in ("ring", "auto") else []
-    if method.name == "gather" or (method.name == "auto" and not ring):
-        split = (choices.from_operand(0, p, n) for p in available[0])
-        ring = [s for s in split if s is not None]
-    heads = _by_heads(method, choices, n, room) if method.name in ("ulysses", "auto") else []
-    for s in filter(room.fits, (*ring, *heads)):
-        yielded = True
-        yield s
-    if not yielded:
-        fault, fix = _why_not(method, choices, n)
-        raise ShardcError(f"{method.module or 'attention'}: {fault}", where=method.where, fix=fix)
+        taken: the digit below those of other axes in a dim of the result. fits: whether a strategy takes none of these.
+        """
+        whole, yielded = choices.call.target in OPS, False
+        ring = _ring(choices, n, available) if whole and self.ring and self.name in ("ring", "auto") else []
+        if self.name == "gather" or (self.name == "auto" and not ring):
+            split = (choices.from_operand(0, p, n) for p in available[0])
+            ring = [s for s in split if s is not None]
+        heads = _by_heads(self, choices, n, taken, fits) if self.name in ("ulysses", "auto") else []
+        for s in filter(fits, (*ring, *heads)):
+            yielded = True
+            yield s
+        if not yielded:
+            fault, fix = _why_not(self, choices, n)
+            raise ShardcError(f"{self.module or 'attention'}: {fault}", where=self.where, fix=fix)
 
 
 def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) -> list[Strategy]:
@@ -77,7 +72,9 @@ def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) ->
     return [s for s in strategies if s.kind == RING]
 
 
-def _by_heads(method: Method, choices: Choices, n: int, room: Room) -> list[Strategy]:
+def _by_heads(
+    method: Method, choices: Choices, n: int, taken: Callable[[int], int], fits: Callable[[Strategy], bool]
+) -> list[Strategy]:
     """Split heads at the digit inside the axes that may already split them.
 
     Heads that a view merged with rows are split inside the axes that split the rows.
@@ -90,8 +87,8 @@ def _by_heads(method: Method, choices: Choices, n: int, room: Room) -> list[Stra
     factors = [f for f in choices.signature.outputs[0][dim] if f in choices.places]
     for factor in factors:  # the outer group first: then keys and values are split too
         digit = method.inner if sizes[factor] % (method.inner * n) == 0 else 1
-        for split in (digit, digit * room.taken(dim)) if method.inner == 1 or digit > 1 else ():
-            if (s := choices.split(factor, split, n)) is not None and room.fits(s):
+        for split in (digit, digit * taken(dim)) if method.inner == 1 or digit > 1 else ():
+            if (s := choices.split(factor, split, n)) is not None and fits(s):
                 return [s]
     return []
 
