@@ -146,7 +146,7 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
 }
 
 
-class FakeLedger(NotCompiledMode, Ledger):
+class FakeLedger(NotCompiledMode, Ledger):  # type: ignore[no-untyped-call]
     """The ledger of a dry run, which computes and allocates nothing. known: results of ops, which are not run again.
 
     growth: gets all calls, if the parts that grow with rows are needed.
@@ -206,7 +206,7 @@ class FakeLedger(NotCompiledMode, Ledger):
             more = op_of(func, args, kwargs, result), places_moved(func, args, kwargs, result, operands)
             if call is not None:
                 self._known.remember(func, *call, result, more)
-        self._note(*more, func.is_view, operands, result)
+        self._note(more, func.is_view, operands, result)
         return result
 
     def run_line(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -215,11 +215,12 @@ class FakeLedger(NotCompiledMode, Ledger):
         if call is None or (known := self._known.find(call[0])) is None:
             return func(*args, **kwargs)
         result = known.result(call[1])
-        self._note(*known.more, known.view, call[1], result)
+        self._note(known.more, known.view, call[1], result)
         return result
 
-    def _note(self, op: Op | None, moved: Moved, view: bool, operands: Sequence[Tensor], result: Any) -> None:
-        """Record a call."""
+    def _note(self, more: tuple[Op | None, Moved], view: bool, operands: Sequence[Tensor], result: Any) -> None:
+        """Record a call. more: its op, if it takes time, and what it moves; view: it only makes views."""
+        op, moved = more
         results, part = tensors_in(result), self.parts[-1]
         at = len(part.work)
         self.called(op, results)
