@@ -10,12 +10,10 @@ import torch
 import shardc
 from shardc.cost.dry_run import dry_run
 from shardc.cost.known_ops import KnownOps
-from shardc.cost.ledger import FakeLedger
 from shardc.cost.recorded import DryRun
 from shardc.ir.program import Program
 from shardc.machine.work import Op
 from shardc.runtime.step.engine_optimizer import adamw
-from shardc.torch_private import fake_mode
 from tests import zoo
 from tests.plan.test_plan import Sparse
 
@@ -64,26 +62,6 @@ def test_ops_that_are_known_give_what_torch_says(name: str, spec: dict[str, Any]
     asked = told(dry_run(program, 0, adamw, known=Forgets()))
     for _ in range(2):
         assert told(dry_run(program, 0, adamw, known=known)) == asked
-
-
-def test_a_known_line_is_noted_as_if_torch_had_run_it() -> None:
-    """Also one that torch divides into several calls, of which one makes what the line frees."""
-    aten, known = torch.ops.aten, KnownOps()
-    targets = aten.mul.Tensor, aten.linear.default, aten.layer_norm.default
-
-    def run() -> list[Any]:
-        with fake_mode(), FakeLedger(known) as ledger, torch.no_grad():
-            x, w = torch.empty(2, 3, 8), torch.empty(4, 8)
-            for target, args in zip(targets, ((x, x), (x, w), (x, [8])), strict=True):
-                ledger.begin(str(target))
-                result = ledger.run_line(target, args, {})
-                assert result.shape[:2] == (2, 3)
-                del result
-        return [([(sign, s.nbytes) for sign, s in p.changes], p.work) for p in ledger.parts[-3:]]
-
-    first = run()
-    assert [sum(sign for sign, _ in changes) for changes, _ in first] == [0, 0, 0]
-    assert run() == first
 
 
 def test_experts_on_a_gpu_are_one_product() -> None:

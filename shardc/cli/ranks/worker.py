@@ -37,7 +37,6 @@ from shardc.runtime.launch import GAVE_UP, record_errors
 from shardc.runtime.mesh import own_cores
 from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.mesh.watch import RankFailedError, cut_off
-from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
 from shardc.runtime.stage.profiler_ranges import with_ranges
@@ -75,7 +74,7 @@ def run(job: Job) -> dict[str, Any]:
             routing=settings.routing,
             nonfinite=settings.nonfinite,
             mesh=mesh,
-            interpreter=functools.partial(Interpreter, make=with_ranges if settings.trace else bound),
+            interpreter=functools.partial(Interpreter, make=with_ranges) if settings.trace else Interpreter,
         )
     if job.resume:
         engine.load(saved_in(Path(job.resume)), **job.load)
