@@ -119,7 +119,9 @@ def fingerprints(groups: Iterable[Iterable[Tensor]]) -> list[int]:
             elif flat.numel():
                 by_group[-1].append(len(blocks))
                 blocks.append(_blocks(flat.view(torch.uint8)))
-    sums = _read(blocks)
+    # copied to the host together
+    together = torch.split(torch.cat(blocks).cpu(), list(map(len, blocks))) if blocks else ()
+    sums = [x.numpy().tobytes() for x in together]
     results = []
     for parts in by_group:
         total = 0
@@ -127,14 +129,6 @@ def fingerprints(groups: Iterable[Iterable[Tensor]]) -> list[int]:
             total = zlib.crc32(part if isinstance(part, bytes) else sums[part], total)
         results.append(total & ((1 << BITS) - 1))
     return results
-
-
-def _read(blocks: Sequence[Tensor]) -> list[bytes]:
-    """Copy tensors, possibly from a device, to the host together, and return their bytes."""
-    if not blocks:
-        return []
-    together = torch.cat([b.view(-1) for b in blocks]).cpu()
-    return [x.numpy().tobytes() for x in torch.split(together, [b.numel() for b in blocks])]
 
 
 def _blocks(flat: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def take(timeout: timedelta, named: float) -> Watch:
 
 def _new(timeout: timedelta, named: float) -> Watch:
     with not_inherited():
-        store, rank, world = world_store(timeout)
+        store, rank, world = world_store(timeout, named)
         times = store.add(f"joined{rank}", 1)  # a process that joins again after `close` keeps its store: new keys
         store = dist.PrefixStore(f"join{times}", store)  # type: ignore[attr-defined]
         return Watch(store, rank, world, named)
@@ -91,21 +91,23 @@ def joined() -> tuple[Any, int, int]:
     return _stores.get(_place(), (None, 0, 1))
 
 
-def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
-    """Return (store, rank, world), as torch's env:// has them. The process connects once. timeout: of the store.
+def world_store(timeout: timedelta = default_pg_timeout, named: float = NAMED) -> tuple[Any, int, int]:
+    """Return (store, rank, world), as torch's env:// has them. The process connects once.
+
+    timeout: of the store. named: seconds until a line says that rank 0 has not arrived; 0: never.
 
     Old keys would mislead: torchrun's agent may keep its store when it restarts all processes.
     """
     place = _place()
     if place not in _stores:
-        store, rank, world = _new_store(timeout)
+        store, rank, world = _new_store(timeout, named)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         _stores[place] = dist.PrefixStore(f"shardc/start{restarts}", store), rank, world  # type: ignore[attr-defined]
     _stores[place][0].set_timeout(timeout)
     return _stores[place]
 
 
-def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
+def _new_store(timeout: timedelta, named: float) -> tuple[Any, int, int]:
     """Connect to the store of torchrun's agent, or of rank 0, which does not wait here for the others.
 
     The store has no authentication. So it listens to this machine alone where all ranks are on it, as with `shardc
@@ -126,11 +128,11 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
             listener.bind((LOOPBACK, port))
             listener.listen(world)
             options["master_listen_fd"] = listener.detach()
-    where = f"to {address}:{port}, where ranks meet, for {NAMED:.0f} s"
+    where = f"to {address}:{port}, where ranks meet, for {named:.0f} s"
     message = f"rank 0 has not arrived {where}: it is stopped, starts slowly, or its machine is gone"
-    late = threading.Timer(NAMED, print_line, [message])
+    late = threading.Timer(named, print_line, [message])
     late.daemon = True
-    if rank == 1:
+    if rank == 1 and named:
         late.start()
     try:
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]

@@ -117,15 +117,20 @@ def _machine() -> str:
 
 
 def _siblings() -> dict[int, int]:
-    """Return {rank: process} of the processes that this one's launcher has started, from their environments."""
-    started = dict[int, int]()
+    """Return {rank: process} of the processes that this one's launcher has started for this world."""
+    started, port = dict[int, int](), f"MASTER_PORT={os.environ.get('MASTER_PORT')}".encode()  # another world's differs
     for file in Path("/proc", str(os.getppid()), "task").glob("*/children"):
-        for number in file.read_text().split():
-            with suppress(OSError):  # it has ended meanwhile
-                variables = Path("/proc", number, "environ").read_bytes()
-                if of_rank := re.search(rb"\0(?:RANK|SLURM_PROCID)=(\d+)\0", b"\0" + variables):
-                    started[int(of_rank[1])] = int(number)
+        for number in map(int, _read(file).split()):
+            variables = _read(Path(f"/proc/{number}/environ")).split(b"\0")
+            ranks = [int(v[5:]) for v in variables if re.fullmatch(rb"RANK=\d+", v)]
+            started |= dict.fromkeys(ranks if port in variables else [], number)
     return started
+
+
+def _read(file: Path) -> bytes:
+    with suppress(OSError):  # the process has ended
+        return file.read_bytes()
+    return b""
 
 
 def _memory(rank: int) -> tuple[mmap.mmap | None, int]:

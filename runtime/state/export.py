@@ -42,10 +42,12 @@ from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
-from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, bytes_of, header, open_safetensors
+from shardc.runtime.state.tensor_file import NAMES, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
+#: Bytes of an exported file of weights at most, by default.
+MAX_FILE_BYTES = 5_000_000_000
 #: Files of a folder that belong to a model and not to its weights: an export copies them.
 _CARRIED = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.(model|tiktoken|jinja|py)"

@@ -47,8 +47,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK = 1 << 20
 #: Maximal bytes of a header that safetensors' own library reads.
 MAX_HEADER = 100_000_000
-#: Bytes of an exported file of weights at most, by default.
-MAX_FILE_BYTES = 5_000_000_000
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:

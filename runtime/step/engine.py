@@ -35,11 +35,10 @@ from shardc.runtime.stage.communicators import runtime_mesh, seen_as
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Training, Values
 from shardc.runtime.state.checkpoint_folder import KEEP
-from shardc.runtime.state.export import skeleton
+from shardc.runtime.state.export import MAX_FILE_BYTES, skeleton
 from shardc.runtime.state.parts import blank, local_parts
 from shardc.runtime.state.quantized import plain
 from shardc.runtime.state.sources import weights_of
-from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
 from shardc.runtime.step import engine_optimizer, step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.evaluation import Evaluation

@@ -1,6 +1,6 @@
 """Write and read layouts.json: the program and its dataclasses, as JSON objects by field types.
 
-    str, int, float, bool      themselves; an int counts from 0, unless BOUNDS says otherwise
+    str, int, float, bool      themselves; an int counts from 0, unless the field says otherwise
     tuple[X, ...]              a list
     shape, dtype, layout       one entry `type`: "f32[8, 16@tp]"
     torch.dtype                its name; of a Shard its fields
@@ -13,7 +13,6 @@ is made of them have their own files, the rest is not needed to run a compiled p
 from __future__ import annotations
 
 import functools
-import keyword
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -26,10 +25,10 @@ from torch import Tensor, fx
 from shardc.artifact.folder_files import dtype
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
-from shardc.ir.placement import Layout, Shard
+from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
-from shardc.ir.stored import Bucket, Buffer, Input, Param, Rounded
+from shardc.ir.stored import Buffer, Param
 from shardc.ir.type_text import parse, show
 from shardc.optional import FEATURES, table
 
@@ -45,8 +44,6 @@ NOT_WRITTEN: dict[type, frozenset[str]] = {
 #: Names in annotations of fields that are not written; their modules import them for type checkers only.
 _UNSEEN = dict.fromkeys(("ForwardRecord", "Pair", "Schedule", "Spec"), object)
 _NO_GRAPH = fx.Graph()
-#: Names that the texts use themselves.
-_TAKEN = {"mesh", "rng", "ops", "aten", "torch"}
 
 
 class Form(BaseModel):
@@ -55,30 +52,8 @@ class Form(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _name(text: str) -> str:
-    """Check a placeholder's name in the texts. Raises ValueError if it is invalid."""
-    if not text.isascii() or not text.isidentifier() or keyword.iskeyword(text) or text in _TAKEN or "__" in text[:2]:
-        raise ValueError(f"{text[:40]!r} cannot be a name in a program")
-    return text
-
-
 Number = Annotated[int, Field(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
-Name = Annotated[str, AfterValidator(_name)]
-#: Bounds of fields whose type allows more.
-BOUNDS: dict[tuple[type, str], Any] = {
-    (Param, "name"): Name,
-    (Buffer, "name"): Name,
-    (Input, "name"): Name,
-    (Stage, "name"): Name,
-    (Program, "microbatches"): Annotated[int, Field(ge=1, lt=1 << 31)],
-    (Param, "order"): Annotated[int, Field(ge=-1, lt=1 << 62)],
-    (Param, "bucket"): Annotated[int, Field(ge=-1, lt=1 << 31)],
-    (Bucket, "zero"): Annotated[int, Field(ge=0, le=3)],
-    (Rounded, "format"): Literal["e4m3", "e5m2"],
-    (Shard, "split"): Positive,
-    (Shard, "blocks"): Positive,
-}
 
 
 def row(x: Any) -> Any:
@@ -104,7 +79,7 @@ def form(kind: Any) -> Any:
 
     A constant is True. The validation's context is the mesh.
     """
-    entries = {name: BOUNDS.get((kind, name)) or _form_of(hint) for name, hint in _written(kind).items()}
+    entries = {name: _form_of(hint) for name, hint in _written(kind).items()}
     if _has_type(kind):
         entries |= {"type": Annotated[str, AfterValidator(_typed)]}
     if kind is Program:

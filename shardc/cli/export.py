@@ -26,7 +26,7 @@ def command(
     ] = None,
     spec: Annotated[Path | None, option("spec.yaml, if it puts adapters beside the model's weights")] = None,
     merge: Annotated[bool, option("write the whole model, with adapters merged into their weights")] = False,
-    max_file_gb: Annotated[float | None, option("maximum size of a file in GB (5)", min=0.001)] = None,
+    max_file_gb: Annotated[float | None, option("maximum size of a file in GB; default: 5", min=0.001)] = None,
     overwrite: Annotated[bool, option("replace weights in OUT that shardc did not write")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -38,11 +38,10 @@ def command(
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
         from shardc.runtime.state.boxes import cuts
-        from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
+        from shardc.runtime.state.export import MAX_FILE_BYTES, foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.fitting import check_tensors
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
-        from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import checkpoint_in, open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
@@ -62,12 +61,12 @@ def command(
         fix = "name the model file of the training"
         check_tensors(errors := Errors(), wanted, present, present, str(checkpoint), fix)
         errors.raise_any()
-        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
+        names = [n for n in state if n not in ties]
+        if program is not None:
+            names += [n for p in program.params if p.added for n in p.names]
+        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in names}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype) if dtype is not None else None
-        if program is not None:
-            added = (n for p in program.params if p.added for n in p.names)
-            tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in added}
         layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, program, merge=merge)
 
         def held(name: str) -> Iterator[tuple[Any, Any, torch.Tensor]]:
@@ -79,11 +78,9 @@ def command(
         def gathered(name: str) -> torch.Tensor:
             return stored[name].tensor()
 
-        def run(mesh: Any) -> None:
-            for layout in layouts:
-                write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES)
-
-        loopback(Mesh.of({"dp": 1}), run)
+        (mesh,) = loopback(Mesh.of({"dp": 1}), lambda mesh: mesh)
+        for layout in layouts:
+            write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
 
 

@@ -119,23 +119,14 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-#: Keys of the section that need a folder: (key, key of the folder, what is wrong without it).
-_NEEDS = (
-    ("tensorboard", "log", "tensorboard needs a folder to write to"),
-    ("trace", "log", "trace needs a folder to write to"),
-    ("breakdown", "log", "breakdown needs a folder to write to"),
-    ("memory_snapshot", "log", "memory-snapshot needs a folder to write to"),
-    ("save_every", "save", "checkpoints need a folder"),
-    ("auto_resume", "save", "a restart needs a saved checkpoint"),
-)
-
-
 def _settings(run: Run, **options: Any) -> Run:
     """Return the spec's section `run:` with the given options. Raises ShardcError if they conflict."""
+    from shardc.spec.run_section import NEEDS
+
     run = run.model_copy(update=options)
     paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
     run = run.model_copy(update=paths)
-    for name, needs, fault in _NEEDS:
+    for name, needs, fault in NEEDS:
         if getattr(run, name) and not getattr(run, needs):
             fix = f"name the folder, --{needs} DIR or `run: {{{needs}: DIR}}`"
             raise ShardcError(fault, where=_flag(name), fix=fix)

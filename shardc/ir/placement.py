@@ -17,8 +17,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
@@ -48,10 +50,10 @@ class Shard:
     """
 
     dim: int
-    split: int = 1
+    split: Annotated[int, Field(ge=1, lt=1 << 62)] = 1
     sections: tuple[int, ...] = ()
     padding: int = 0
-    blocks: int = 1
+    blocks: Annotated[int, Field(ge=1, lt=1 << 62)] = 1
     mirrored: bool = False
 
     @property

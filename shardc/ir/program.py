@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import Field
 from torch import fx
 
 from shardc.errors import ShardcError
@@ -67,7 +68,7 @@ class Program:
     prologue: a graph that a step first runs for each microbatch (shardc.passes.accumulate). Its output is
     `(summands, ())`; `ops.total(mesh, i)` in a stage is the sum of summand i over all microbatches.
     outputs: values that a step returns beside the loss (shardc.ir.outputs). features: what optional features store, by
-    name.
+    name. spec: also what ranks read of a section's keys; it is spec.yaml of a compiled folder.
     axis: the pipeline's mesh axis, over which stages are spread; "" = one stage, on every rank. schedule: which rank
     runs which stage, and when.
     """
@@ -79,7 +80,7 @@ class Program:
     inputs: tuple[Input, ...]
     stages: tuple[Stage, ...] = ()
     buckets: tuple[Bucket, ...] = ()
-    microbatches: int = 1
+    microbatches: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     prologue: Stage | None = None
     outputs: tuple[Output, ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardc.ir.metadata import Value
+from shardc.ir.stored import Name
 
 if TYPE_CHECKING:
     from shardc.ir.program import Program
@@ -98,7 +99,7 @@ class Stage:
     """
 
     graph: fx.Graph
-    name: str = "stage0"
+    name: Name = "stage0"
     updates: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     joint: Joint | None = None

@@ -15,12 +15,14 @@ Gradients are reduced in flat buffers (shardc.passes.gradient_buckets makes them
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import torch
+from pydantic import AfterValidator, Field
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
@@ -62,6 +64,16 @@ def named_nearest(call: str, kind: str, name: str, known: Callable[[], Iterable[
         raise UnknownNameError(fault, where=f"module.{call}({name!r})", fix=fix) from None
 
 
+def _name(text: str) -> str:
+    """Check a placeholder's name: other names of programs are their own. Raises ValueError if it is invalid."""
+    taken = keyword.iskeyword(text) or text in ("mesh", "rng", "ops", "aten", "torch") or "__" in text[:2]
+    if not text.isascii() or not text.isidentifier() or taken:
+        raise ValueError(f"{text[:40]!r} cannot be a name in a program")
+    return text
+
+
+#: The name of a placeholder. A compiled folder may come from anybody: bounds of a field are checked when it is read.
+Name = Annotated[str, AfterValidator(_name)]
 _Stored = TypeVar("_Stored", bound="Stored")
 
 
@@ -124,7 +136,7 @@ class Param(Stored):
     added: an optional feature added it to the model's.
     """
 
-    name: str
+    name: Name
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -132,8 +144,8 @@ class Param(Stored):
     aliases: tuple[str, ...] = ()
     layout: Layout = Layout()
     reduce: tuple[str, ...] = ()
-    order: int = 0
-    bucket: int = -1
+    order: Annotated[int, Field(ge=-1, lt=1 << 62)] = 0
+    bucket: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
     stages: tuple[int, ...] = ()
     members: tuple[str, ...] = ()
     frozen: bool = False
@@ -158,7 +170,7 @@ class Buffer(Stored):
     from token to token (shardc.features.generation); the model does not have it.
     """
 
-    name: str
+    name: Name
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -185,7 +197,7 @@ class Input:
     a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are not tensors become constants.
     """
 
-    name: str
+    name: Name
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -217,7 +229,7 @@ class Rounded:
     axes: over which granules are split, besides the bucket's axis.
     """
 
-    format: str
+    format: Annotated[str, Field(pattern="^(e4m3|e5m2)$")]
     granule: tuple[int, ...]
     axes: tuple[str, ...] = ()
 
@@ -244,7 +256,7 @@ class Bucket:
     dtype: torch.dtype
     params: tuple[str, ...]
     shard: str = ""
-    zero: int = 0
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
     compute: torch.dtype | None = None
     stages: tuple[int, ...] = (0,)
     late: bool = False

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import fx
 
-from shardc.rules.core import along_split_dim
+from shardc.rules.core.along_split_dim import local_conv1d, of_conv1d
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
@@ -65,15 +65,7 @@ for _op in (
     aten.conv_transpose3d.input,
 ):
     rule(_op, convolution, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups)
-rule(
-    ops.conv1d,
-    convolution,
-    linear=bias_or_not,
-    added=(2,),
-    flops=_flops,
-    local=along_split_dim.local_conv1d,
-    extra=along_split_dim.of_conv1d,
-)
+rule(ops.conv1d, convolution, linear=bias_or_not, added=(2,), flops=_flops, local=local_conv1d, extra=of_conv1d)
 
 
 def pooled(call: Call) -> Signature:

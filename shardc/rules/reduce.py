@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.rules.core import along_split_dim
+from shardc.rules.core.along_split_dim import local_cumsum, of_cumsum
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.reduce_parts import by_parts, local_parts
@@ -74,13 +74,7 @@ for _op in (
     *(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default),
 ):
     rule(_op, whole_dims)
-rule(
-    aten.cumsum.default,
-    whole_dims,
-    linear="0",
-    local=along_split_dim.local_cumsum,
-    extra=along_split_dim.of_cumsum,
-)
+rule(aten.cumsum.default, whole_dims, linear="0", local=local_cumsum, extra=of_cumsum)
 
 
 def histc(call: Call) -> Signature:

@@ -57,3 +57,14 @@ class Run(Section):
     timeout: Seconds = Field(
         default=0.0, description="seconds that ranks wait for each other; 0 = torch's, 30 min (10 with NCCL)"
     )
+
+
+#: Keys of the section that need a folder: (key, key of the folder, what is wrong without it).
+NEEDS = (
+    ("tensorboard", "log", "tensorboard needs a folder to write to"),
+    ("trace", "log", "trace needs a folder to write to"),
+    ("breakdown", "log", "breakdown needs a folder to write to"),
+    ("memory_snapshot", "log", "memory-snapshot needs a folder to write to"),
+    ("save_every", "save", "checkpoints need a folder"),
+    ("auto_resume", "save", "a restart needs a saved checkpoint"),
+)

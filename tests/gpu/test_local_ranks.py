@@ -106,7 +106,7 @@ def trained(name: str, mesh: TwinMesh, watched: Any = None) -> dict[str, Tensor]
         with watching(watched):
             loss = engine.step(batch)
     assert loss.device.type == mesh.device.type
-    if not program.offload.used:
+    if not program.spec.data.offload.used:
         state = engine.optimizer.state.values() if engine.optimizer is not None else ()
         tensors = [*engine.params.values(), *(p.grad for p in engine.params.values()), *engine.buffers.values()]
         tensors += [x for s in state for x in s.values() if isinstance(x, Tensor) and x.dim()]

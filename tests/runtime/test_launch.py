@@ -198,8 +198,8 @@ def test_lines_are_shown_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFi
         "for _ in range(3000):\n    if not seen.exists(): time.sleep(0.02)\n"
         "print('late', file=sys.stderr)"
     )
-    command = [sys.executable, "-c", LAUNCHER]
-    with subprocess.Popen([*command, *script(tmp_path, body)], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as p:
+    command = [sys.executable, "-c", LAUNCHER, *script(tmp_path, body)]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as p:
         assert p.stderr is not None
         assert p.stderr.readline() == "early\n"
         (tmp_path / "seen").touch()

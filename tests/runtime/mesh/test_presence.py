@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +18,7 @@ from shardc.runtime import launch
 from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import TorchMesh, presence, processes
 from shardc.runtime.mesh.processes import Processes
-from shardc.runtime.mesh.watch import Watch
+from shardc.runtime.mesh.watch import Watch, within
 from tests import warm
 
 
@@ -87,11 +86,11 @@ def ends(rank: int, port: int) -> None:
     assert here is not None
     if rank:
         time.sleep(60)
-    within(60, lambda: here.processes.ended() or here.processes.known())
+    assert within(60, lambda: bool(here.processes.ended()) or here.processes.known())
     pids = [p.number for _, p in sorted(here.processes._others().items())]
     os.kill(pids[0], signal.SIGTERM)
     os.kill(pids[1], signal.SIGKILL)
-    within(60, lambda: all(processes.process_state(pid)[0] in ("", "Z") for pid in pids))
+    assert within(60, lambda: all(processes.process_state(pid)[0] in ("", "Z") for pid in pids))
     assert [*here.processes.ended()] == [2]
 
 
@@ -117,7 +116,7 @@ def test_a_rank_that_has_not_come_is_told_and_waited_for(monkeypatch: pytest.Mon
     said = r"rank 1 has not arrived for \d s: it starts slowly, is stopped, or its machine is gone; rank 0"
     assert all(re.match(said, line) for line in heard)
     second = Watch(store, 1, 2, 0.4, say=heard.append)
-    within(20, lambda: heard[-1].startswith("all ranks wait for each other"))
+    assert within(20, lambda: heard[-1].startswith("all ranks wait for each other"))
     first.stop()
     second.stop()
 
@@ -142,10 +141,3 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     watch._thread.join(30)
     assert ended == [GAVE_UP]
     assert said == ["rank 1 was killed, or ended without an error, in compiling; this rank has ended"]
-
-
-def within(seconds: float, true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -20,7 +20,7 @@ from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import KILLED, Processes
-from shardc.runtime.mesh.watch import SILENT, Watch, verdict
+from shardc.runtime.mesh.watch import SILENT, Watch, verdict, within
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 
@@ -119,6 +119,7 @@ def test_what_is_known_of_a_process() -> None:
 
 def test_a_rank_that_is_stopped_before_it_registers_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setenv("MASTER_PORT", "29501")
     with subprocess.Popen(["sleep", "60"], env={**os.environ, "RANK": "1"}) as other, ExitStack() as stack:
         stack.callback(other.kill)
         mine = Processes(dist.HashStore(), 0, 2)
@@ -126,6 +127,8 @@ def test_a_rank_that_is_stopped_before_it_registers_is_known(monkeypatch: pytest
         other.send_signal(signal.SIGSTOP)
         os.waitpid(other.pid, os.WUNTRACED)
         assert mine.stopped() == {1: other.pid}
+        monkeypatch.setenv("MASTER_PORT", "29502")
+        assert mine.stopped() == {}, "of another world"
 
 
 def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
@@ -239,9 +242,7 @@ def test_two_ranks_ask_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [met(store, r, mesh, heard) for r in range(2)]
     for r, watch in enumerate(ranks):
         watch._thread.name = str(r)
-    deadline = time.monotonic() + 30
-    while not heard and time.monotonic() < deadline:
-        time.sleep(0.05)
+    within(30, lambda: bool(heard))
     for watch in ranks:
         watch.stop()
     assert heard[0].startswith(
