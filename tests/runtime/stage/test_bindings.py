@@ -108,9 +108,8 @@ def test_a_rank_runs_bindings_and_the_program_keeps_overloads() -> None:
         made.append(graph)
         return bound(graph, source)
 
-    batch = {"x": torch.randn(4, 8)}
-    program = shardc.compile(Net(), batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
-    program.engine(Net(), interpreter=partial(Interpreter, make=watched)).step(batch)
+    program = shardc.compile(Net(), {"x": torch.randn(4, 8)}, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    program.engine(Net(), interpreter=partial(Interpreter, make=watched)).step({"x": torch.randn(4, 8)})
     ran = {n.target for g in made for n in g.nodes}
     assert torch.nn.functional.linear in ran
     assert not ran & _BINDINGS.keys()
