@@ -39,7 +39,7 @@ from shardc.runtime.ops.factors import multiplies
 class Partition(Pass):
     """Makes the graph of one rank from a placed global graph. (Pipeline cuts it into stages later.)
 
-    With `strict: true`, collectives without an annotation behind them are errors, not notes.
+    With `strict: true`, collectives without an annotation behind them are errors. (Without it, gathers get a note.)
     """
 
     def run(self, program: Program) -> Program:

@@ -70,7 +70,7 @@ def collective_of(
 
 
 def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
-    """Return the annotations behind it: of sums the producer's, else the user's; or the other's."""
+    """Return the annotations behind a conversion: the producer's for sums, else the user's; or the other's if none."""
     if line := user.meta.get("spec_line"):  # an op that the spec inserted
         return str(line)
     first, second = (producer, user) if row.source is Partial else (user, producer)
@@ -89,7 +89,7 @@ def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node
 
 
 def gather_note(value: str, axis: str, user: fx.Node) -> str:
-    """Return a note on why a gather without an annotation is there. value: its type, and the name of a parameter."""
+    """Return a note on why a gather without an annotation is there. value: its type, with a parameter's name."""
     return (
         f"{user.meta.get('source') or user.name}: {value} is gathered over {axis}, because {_user_name(user)}"
         f" needs it whole there, but no annotation implies this{_fused_weight_hint(user, axis)}"

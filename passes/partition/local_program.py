@@ -185,9 +185,9 @@ class LocalProgram:
         return new
 
     def _existing_form(self, node: fx.Node, need: Layout) -> Layout:
-        """Return the layout that an op without a gradient reads: of a form with the needed value, else `need`.
+        """Return the layout in which an op without a gradient reads a value: of a form that it can use, else `need`.
 
-        The form may differ from `need` in its gradient only.
+        Such a form differs from `need` at most in PartialGrad.
         """
 
         def value(layout: Layout) -> list[tuple[str, Placement]]:

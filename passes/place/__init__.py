@@ -1,7 +1,7 @@
 """Place: on every mesh axis, choose a strategy for every op, and with it the placement of every value.
 
-The graph stays the same; its nodes get `strategies` and `why` (shardc.ir.metadata), parameters, buffers
-and inputs get their layouts. Partition then inserts the conversions that the choices imply.
+The graph stays the same; its nodes get `strategies` and `why` (shardc.ir.metadata), parameters and buffers
+get their layouts. Partition then inserts the conversions that the choices imply.
 
 one_axis        chooses strategies on one axis, greedily
 storing         moves conversions to parameters and buffers; writes strategies and their causes to nodes
@@ -29,7 +29,7 @@ from shardc.rules.core.op_call import rounds
 
 @dataclass(frozen=True)
 class Place(Pass):
-    """Chooses strategies on every axis of size > 1. Nodes get their strategies; parameters their layouts."""
+    """Chooses strategies on every axis of size > 1. Nodes get strategies; parameters and buffers get layouts."""
 
     def run(self, program: Program) -> Program:
         mesh, program = program.mesh, replace(program, graph=copy_graph(program.graph))
@@ -48,7 +48,7 @@ class Place(Pass):
         batch_axes, running = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
         token_axes = set(mesh.digits(*self.spec.token_axes))
         # Axes that split inputs come first: they can pad a dim only if no other axis splits it yet; annotations may
-        # split it further. Within both groups, axes of tokens come last: rows may be split further by them.
+        # split it further. Within each group, axes of tokens come last: they may split rows further.
         input_axes = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in input_axes, a[0] in token_axes)):
             if n == 1:

@@ -28,7 +28,7 @@ from shardc.rules.core.strategy import Strategy
 #: Each sweep carries demands past one more op that has a choice; few models change after the second sweep.
 SWEEPS = 4
 
-#: Extra strategies whose ranks communicate, as microbatches cannot. (Not softmax.PARTS: accumulate refuses it.)
+#: Extra strategies whose ranks communicate, as microbatches cannot. (softmax.PARTS stays: accumulate raises an error.)
 _COMMUNICATING = (ALONG_SPLIT_DIM, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
@@ -58,7 +58,7 @@ class Axis:
 
         x [B, D]             Replicate
         h = linear(x, up)    `up` is Shard(0). To split output features needs no gather of it: x becomes PartialGrad (an
-                             all_reduce in backward), h Shard(1). To replicate gathers an annotated weight: x1000.
+                             all_reduce in backward), h Shard(1). To replicate gathers an annotated weight: cost * 1000.
         a = relu(h)          follows: Shard(1) in, Shard(1) out, for nothing
         y = linear(a, down)  a is available as Shard(1). Splitting the input features uses it: `down` becomes Shard(1),
                              free without an annotation; y is Partial. To gather a and repeat the product costs more.
@@ -93,9 +93,9 @@ class Axis:
     from_parameters: set[fx.Node] = field(default_factory=set)
     #: Those made without products, by ops that enlarge nothing: if one is split, the parameter is stored split.
     splittable: set[fx.Node] = field(default_factory=set)
-    #: Values that an annotation splits, and values made of these and of parameters: to gather them would undo it.
+    #: Split inputs, split weights and buffers, and what parameters alone make of these: a gather would undo the split.
     annotated: set[fx.Node] = field(default_factory=set)
-    #: Weights with key-value heads that several ranks of the axis share, and values made of these and of parameters.
+    #: Weights with key-value heads that several ranks of the axis share, and what parameters alone make of these.
     shared_heads: set[fx.Node] = field(default_factory=set)
     #: Bytes of a value after the splits of earlier axes (`size`).
     sizes: dict[Key, float] = field(default_factory=dict)
@@ -269,7 +269,7 @@ class Axis:
         return replace(pin, split=pin.split * max(others, default=1))
 
     def taken(self, value: Key, dim: int) -> int:
-        """Return the `Shard.split` of the digit below those that other axes took of a dim; 1 if they took none."""
+        """Return the `Shard.split` of the next free digit of a dim, inside those of other axes; 1 if there are none."""
         node, i = value
         placed = ((a, s.outputs[i]) for a, s in node.meta["strategies"].items() if a != self.name)
         digits = (p.split * self.mesh.size(a) for a, p in placed if isinstance(p, Shard) and p.dim == dim)
@@ -301,7 +301,7 @@ class Axis:
         self.demands, self.known_costs = {}, {}
         output = self.program.graph.output_node()
         loss = [] if self.program.forward_only else self.operands[output][:1]
-        # no demand for new values of buffers, nor for outputs on the batch's axes: they may stay as produced
+        # buffers' new values may stay as produced; outputs too, on batch axes or `as_made`, unless the spec names them
         demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
         for o, value in zip(self.program.outputs, self._outputs(), strict=True):
             by_spec = dict(o.wanted.items) if o.wanted is not None and not self.is_microbatch else {}
@@ -447,7 +447,7 @@ class Axis:
             v = choices.call.operands[0]
             nbytes = self.size(operands[0]) / softmax.elements(choices.call)
             return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, nbytes)
-        if strategy.kind == reduce_parts.PARTS:  # one number of each rank, or two, per number of the result
+        if strategy.kind == reduce_parts.PARTS:  # each rank sends one or two numbers per number of the result
             return 2 * self.prices.transfer(choices.call.results[0], PARTIAL, REPLICATE, self.size((node, 0)))
         if strategy.kind in ("replicate", "partial_grad", "partial"):
             return self.prices.work(3 * choices.flops, choices.touched) * (self.n - 1) / self.n

@@ -2,7 +2,7 @@
 
 Two linear layers of which the spec only says `up: column` (shardc.passes.place.one_axis):
 
-    down, on tp    all uses need Shard(1), no annotation differs    stored as Shard(1): a rank has its part alone
+    down, on tp    all uses need Shard(1), no annotation splits it  stored as Shard(1): a rank has only its part
     up, on dp      its use needs PartialGrad                        stored so: its gradient is summed at the parameter
 """
 
@@ -31,7 +31,7 @@ def write(axis: Axis) -> None:
 
 
 def _move_gradient_sums(axis: Axis) -> None:
-    """Let replicated ops on parameters alone have partial gradients if users need that; the parameters then sum."""
+    """Give replicated ops on parameters alone partial gradients if users need them: the sum moves to the parameters."""
     for node in reversed(list(calls(axis.program.graph))):
         replicated = node in axis.from_parameters and axis.chosen[node].kind == "replicate"
         if replicated and any(PARTIAL_GRAD in _needs(axis, node, i) for i in range(len(values_of(node)))):

@@ -19,8 +19,8 @@ from shardc.rules.core.strategy import needs_sum_grad
 
 # Factor on the time of memory traffic: it only breaks ties.
 TOUCH = 0.08
-# Added for each message, where ways to run many ops are compared (Axis.price). To start a message takes as long as to
-# send 1.35 MB; this is less, so that small models are placed like large ones.
+# Added for each message, where ways to run many ops are compared (Axis.price). Its latency alone is worth about 1 MB
+# inside a node; this is less, so that small models are placed like large ones.
 MESSAGE = 2048.0
 # Factor on gathering a shard to Replicate: every rank then holds the value, and its results, whole.
 REPEATED = 2.0
@@ -52,7 +52,7 @@ class Prices:
         if old == new:
             return 0.0
         gradient = needs_sum_grad(v)
-        rows = between(type(old), type(new))  # between digits of one dim (rare) that is an all_to_all, not a gather
+        rows = between(type(old), type(new))  # digits of one dim (rare): the price of an all_to_all, not of a gather
         return nbytes * sum(row.price(self.per_byte, gradient=gradient, packed=packed) for row in rows)
 
     def work(self, flops: float, touched: float) -> float:

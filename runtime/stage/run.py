@@ -8,7 +8,7 @@ values that the stage sent, and returns those of the values that it received. `0
     0SEND_F3>1   h is sent                            1RECV_F3<0    a receive is posted on the other rank
                                                       1F3           waits for it
                                                       1B3           from the loss; the gradient of h waits in the outbox
-    0RECV_B3<1   its receive                          1SEND_B3>0    it is sent
+    0RECV_B3<1   a receive is posted                  1SEND_B3>0    that gradient is sent
     0B3          backward of stage 0 from that gradient
 
 A program of one stage is the same loop over `F0 B0 F1 B1 ...`. A receive is posted at its place in the list; the action
@@ -56,7 +56,7 @@ class _Kept:
 class Training:
     """What the backwards of a step need: buckets for gradients, and `scale`, which applies the loss scale.
 
-    Each backward calls `Buckets.start` before it, `launch` in it when buckets may be full, and `pause` after it.
+    `Run` calls `Buckets.start` before each backward, and `pause` after it. The backward graph calls `launch`.
     """
 
     buckets: Buckets

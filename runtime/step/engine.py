@@ -97,8 +97,8 @@ class Engine:
     .scaler: the loss scaling of `precision.loss_scale` (shardc.runtime.step.loss_scale), or None. If gradients are not
     finite on some rank, the step leaves parameters and optimizer unchanged on every rank.
 
-    Without clip_norm, nonfinite, loss scaling, offload and CUDA graphs, `step` begins the update early. With
-    `optimizer: {matrices: ...}` owners get gradients in backward. Else, at ZeRO 0 on a CPU, a bucket's parameters are
+    Without clip_norm, nonfinite, loss scaling, offload and CUDA graphs, some updates begin early. With
+    `optimizer: {matrices: ...}` owners of matrices get gradients in backward. Else, at ZeRO 0 on a CPU, parameters are
     updated while later buckets are still summed (shardc.runtime.zero.optimizer_check), if the optimizer treats each
     separately.
 
@@ -195,7 +195,7 @@ class Engine:
         logits, have this rank's rows; gather=True: all rows, on every rank. local=True: `batch` is this rank's part.
         A batch may have fewer rows than the compiled one, such as the last of an epoch, or another length. The first
         time that such sizes come, every rank compiles for them (shardc.recompile).
-        Raises ShardcError if names, shapes or dtypes differ from the compiled ones.
+        Raises ShardcError for names, dtypes or shapes that it cannot take.
         """
         with self.mesh.together(f"step {self.rng.step + 1}"):  # an error on one rank ends the others
             result = self._backward(batch, local=local, gather=gather, early=self._step_graphs is None)

@@ -411,7 +411,7 @@ class Bucket:
             self._sum_other_axes(self._sum)
 
     def finish(self) -> None:
-        """Wait for the sums and set `.grad` of `.owned`; nothing else then holds the gradients."""
+        """Wait for the sums and set `.grad` of `.owned`. Only `.sums` may still hold sums, of another dtype."""
         self._held_gather = None
         self._work.wait()
         self.advance_sum()

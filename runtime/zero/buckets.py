@@ -10,7 +10,7 @@ When a sum starts, and when a rank waits for it (`Bucket.launch`, `advance_sum`)
     zero  starts                          sum                                waits
     0     last backward of the step*      all_reduce                         `finish`: all may run at once
     1     the same                        reduce_scatter into this rank's    GPU: `finish`. CPU: when the next bucket
-                                          part, a view of the buffer         has started: sums copy the buffer
+                                          part, a view of the buffer         has started, as each sum copies its buffer
     2     every backward*                 reduce_scatter, added to what      when the next bucket has started, or before
     3     every backward (`keep`: the     the part has already               its own next sum: this frees the buffer
           last), by `Bucket.arrived`
@@ -47,7 +47,7 @@ Reduced = Callable[[Sequence[str]], None]
 
 
 class Buckets:
-    """The buckets of one rank. params: (name, whole local parameter), which are taken over one at a time.
+    """The buckets of one rank. params: (name, local part uncut by ZeRO), taken one at a time.
 
     Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. With several backwards a step
     (of microbatches and stages): `start(...)`, backward, `pause()` for each, `start_incomplete()` after a stage's last,
@@ -301,7 +301,7 @@ class Buckets:
 
 
 class _Wholes(Mapping[str, Tensor]):
-    """Whole local parameters by name, of which one bucket is gathered at a time."""
+    """Local parts uncut by ZeRO, by name; one bucket is gathered at a time."""
 
     def __init__(self, owned: Mapping[str, nn.Parameter], of: Mapping[str, Bucket]) -> None:
         self._owned, self._bucket_of = owned, of

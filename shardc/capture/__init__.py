@@ -13,7 +13,7 @@ The model is captured in the mode it is in: put it in train mode first. It may b
 
 constants               values that are known while a model is traced
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
-masked_rows             rows selected by a mask, in a fixed size; expert_loops turns loops over experts into one op
+masked_rows             rows selected by values, in a fixed size; loops over experts as one op
 equal_layers            equal layers are traced once; the others are copied in the graph
 rewrite                 rewrites of the exported graph
 side_effects            what forward depends on and must not change
@@ -28,14 +28,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects, transformers
+from shardc.capture import attribute_reads, compare_eager, patches, refusals, side_effects, transformers
 from shardc.capture.batch import Leaves, keys_of_loss, with_plain_dicts
 from shardc.capture.equal_layers import UnlikeError
 from shardc.capture.export import export
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, check_loss, values_of_batch
 from shardc.capture.loss import default_loss as default_loss
-from shardc.capture.masked_rows.rows import DrawnError, add_reason
+from shardc.capture.masked_rows import experts
+from shardc.capture.masked_rows.all_rows import DrawnError, add_reason
 from shardc.capture.rewrite import flex_attention
 from shardc.collector import uncollected
 from shardc.errors import ShardcError
@@ -118,7 +119,7 @@ def capture(
         evaluates="untried" if branches else "alike",
     )
     if rows:
-        program = expert_loops.with_experts(program)
+        program = experts.with_experts(program)
     notes: tuple[str, ...] = ()
     if loss is not None:
         unread = {name for name, n in placeholders(program.graph).items() if not n.users}

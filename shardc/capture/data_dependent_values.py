@@ -24,8 +24,8 @@ from torch import Tensor, fx, nn
 
 from shardc.capture.constants import constant_ends, constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
-from shardc.capture.masked_rows import ChosenRows
 from shardc.capture.masked_rows.branches import harmless
+from shardc.capture.masked_rows.trace import SelectedRows
 from shardc.capture.refusals import BRANCH
 from shardc.ir import source
 from shardc.ir.source import Source
@@ -80,13 +80,16 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         return value
 
     with ExitStack() as stack:
-        chosen = ChosenRows(known) if rows else None
+        chosen = SelectedRows(known) if rows else None
         if sizes or chosen:
             stack.enter_context(chosen or KnownSizes(known))
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", *["numpy"] * rows):
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 method = _reading(getattr(kind, name), known, reads, chosen, check=name in ("__bool__", "item"))
                 stack.enter_context(mock.patch.object(kind, name, method))
+        if chosen is not None:
+            compared: Any = partial(chosen.compared, torch.SymBool.__bool__)
+            stack.enter_context(mock.patch.object(torch.SymBool, "__bool__", lambda comparison: compared(comparison)))
         stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
         yield reads
         if chosen is not None:
@@ -97,7 +100,7 @@ def _reading(
     original: Callable[..., Any],
     known: Callable[[Tensor], Tensor | None],
     reads: ValueReads,
-    chosen: ChosenRows | None,
+    chosen: SelectedRows | None,
     check: bool,
 ) -> Callable[..., Any]:
     """Make a method of Tensor that reads a value, and returns the constant's if there is one."""

@@ -22,6 +22,7 @@ from shardc.capture.batch import Leaves, arguments, check_call
 from shardc.capture.constants import FRESH
 from shardc.capture.data_dependent_values import ValueReads, drop_checks, known_values
 from shardc.capture.loss import Forward, Loss, LossOf, values_of_batch
+from shardc.capture.masked_rows.all_rows import with_all_rows
 from shardc.capture.rewrite import (
     flex_attention,
     functional_twins,
@@ -114,6 +115,8 @@ def export(
         gm = exported.graph_module
         fresh = _fresh(exported)
         cut = inline_regions.inline_regions(gm)
+        if rows:
+            with_all_rows(gm.graph)
         drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
         equal_layers.unfold(model, exported, folding.calls if folding else (), cut)

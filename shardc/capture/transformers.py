@@ -47,7 +47,7 @@ def as_one_op() -> AbstractContextManager[None]:
     """Make layers of experts call `shardc.nn.experts` inside the block.
 
     This replaces all implementations that compute every expert's products at once ("grouped_mm", "batched_mm", kernels
-    of GPUs). "eager", the default, is a Python loop over experts (shardc.capture.expert_loops).
+    of GPUs). "eager", the default, is a Python loop over experts (shardc.capture.masked_rows.experts).
     """
     return replaced_interface(
         "integrations.moe",

@@ -76,7 +76,9 @@ from shardc.torch_private.replacements import (
 )
 from shardc.torch_private.traced_graphs import (
     call_modes,
+    expression,
     functionalized,
+    generic,
     is_transform,
     module_calls,
     silent,
@@ -115,6 +117,7 @@ __all__ = [
     "decompositions",
     "default_store",
     "engine_executes",
+    "expression",
     "fake_device",
     "fake_mode",
     "fake_mode_of",
@@ -124,6 +127,7 @@ __all__ = [
     "flight_record",
     "foreach_for",
     "functionalized",
+    "generic",
     "inductor_compiled",
     "is_traceable_wrapper_subclass",
     "is_transform",

@@ -33,6 +33,16 @@ def traced_node(x: Tensor) -> fx.Node | None:
     return slot.proxy.node if slot is not None else None
 
 
+def generic(number: torch.SymInt) -> None:
+    """Let torch assume that a symbol is neither 0 nor 1, wherever it has to know."""
+    torch._check(number >= 2)  # type: ignore[no-untyped-call]
+
+
+def expression(number: Any) -> Any:
+    """Return sympy's expression of a number or comparison that is not known, while a model is traced."""
+    return number.node.expr if isinstance(number, torch.SymInt | torch.SymBool) else number
+
+
 class _Made(_SingleLevelFunction):
     """Makes tensors that require gradients, like results of an op: none of them is a leaf."""
 

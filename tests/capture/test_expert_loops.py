@@ -103,16 +103,6 @@ def rebinds(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return x
 
 
-def kept_if_tensors(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
-    """Lists of rows as people guard them: by isinstance."""
-    out = torch.zeros_like(x)
-    for e, linear in enumerate((s.first, s.second)):
-        rows = torch.where(chosen == e)[0]
-        for part in (y for y in (linear(x[rows]), None) if isinstance(y, Tensor) and torch.is_tensor(y)):
-            out = out.index_add(0, rows, part)
-    return out
-
-
 def listed(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e, linear in enumerate((s.first, s.second)):
@@ -152,21 +142,32 @@ def asked(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed, known_too, replaced, asked])
+@pytest.mark.parametrize("forward", [norms, lists, rebinds, listed, known_too, replaced, asked])
 def test_any_rows_that_are_chosen(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     """Captured, and proven by the capture."""
     program = capture_rows(forward)
     assert not program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default)
 
 
-@pytest.mark.parametrize("forward", [kept_if_tensors, listed])
-def test_chosen_rows_are_tensors_to_the_model_also_where_nothing_is_proven(
-    forward: Callable[[Any, Tensor, Tensor], Tensor],
-) -> None:
-    torch.manual_seed(0)
+def two_columns(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    out, (rows, column) = torch.zeros_like(x), torch.where(torch.stack([chosen == 0, chosen == 2], 1))
+    out[rows] = s.second(x[rows]) * (column[:, None] + 1)
+    return out
+
+
+def part_of_sorted(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    order, numbers = chosen.argsort(stable=True), torch.bincount(chosen, minlength=2).tolist()
+    return torch.cat([s.second(x[order][: numbers[0]])]).mean(0)
+
+
+@pytest.mark.parametrize("forward", [listed, two_columns, part_of_sorted])
+def test_masks_of_other_sizes(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    """Also all rows and none: nothing depends on the sample batch."""
     model, x = Rows(forward).double(), torch.randn(10, 8, dtype=torch.float64)
     program = shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
-    torch.testing.assert_close(shardc.simulate(program, model, (x,)).loss, model(x).detach(), rtol=1e-12, atol=0)
+    for y in (x.cos() * 3, *(x[i : i + 1].repeat(10, 1) for i in range(4))):
+        run = shardc.simulate(program, model, (y,))
+        torch.testing.assert_close(run.loss, model(y).detach(), rtol=1e-12, atol=0, equal_nan=True)
 
 
 def number_of_a_list(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
@@ -183,8 +184,7 @@ def test_a_refusal_names_the_line_that_rows_cannot_pass() -> None:
     """Not that of the first number which Python reads: rows of a mask take care of it."""
     with pytest.raises(shardc.ShardcError, match="their number is used") as e:
         capture_rows(number_of_a_list)
-    line = number_of_a_list.__code__.co_firstlineno + 6
-    assert e.value.where == f"test_expert_loops.py:{line}"
+    assert e.value.where == f"test_expert_loops.py:{number_of_a_list.__code__.co_firstlineno + 6}"
     assert "len(rows.tolist())" in e.value.what
 
 

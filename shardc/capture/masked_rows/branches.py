@@ -31,22 +31,30 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from shardc import errors
 from shardc.capture.rewrite.functional_twins import mutates
 from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
+from shardc.torch_private import expression
 
-_OURS = f"{Path(errors.__file__).parent}/"
+_OURS, _TORCHS = (f"{Path(str(module.__file__)).parent}/" for module in (errors, torch))
 
 
 def caller() -> FrameType:
     """Return the frame, of the model or of torch, that reads a value."""
     frame: Any = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_code.co_filename.startswith(_OURS) or _forwards(frame.f_code):
         frame = frame.f_back
     return frame  # type: ignore[no-any-return]
+
+
+def _forwards(code: CodeType) -> bool:
+    """Return whether code is torch's own between an operator of Python, such as `len`, and what implements it."""
+    forwards = code.co_name == "handle_torch_function" or code.co_name.startswith("__")
+    return forwards and code.co_filename.startswith(_TORCHS)
 
 
 @dataclass(frozen=True)
@@ -83,11 +91,16 @@ class Guard:
 
 
 class Guards:
-    """The guards of one trace. written: {id of the result of a write: (result, its value without rows)}."""
+    """The guards of one trace.
+
+    written: {id of the result of a write: (result, its value without rows)}. read: {symbol: the node of the tensor in
+    which Python read the number}.
+    """
 
     def __init__(self) -> None:
         self.open: dict[tuple[int, ...], Guard] = {}
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        self.read: dict[Any, fx.Node] = {}
         self.draws = Draws()
 
     def take(
@@ -103,12 +116,12 @@ class Guards:
         truth: of the part of its condition that Python reads, from the values of nodes.
         """
         frame = caller()
-        body = bodies(frame.f_code, loop=loop).get(frame.f_lineno)
+        body = bodies(frame.f_code).get(frame.f_lineno)
         if body is None or not body.fits:
             return None
         # the instruction distinguishes conditions of a line; that of a loop over a generator moves in Python 3.12
         key = (id(frame), body.lines.start, -1 if loop else frame.f_lasti)
-        if not self._unchanged(self.open.pop(key, None)):
+        if not self._unchanged(self.open.get(key)):
             return None
         values = {name: frame.f_locals.get(name) for name in body.names}
         since = next(iter(reversed(nodes[0].graph.nodes)))
@@ -151,15 +164,19 @@ class Guards:
         """Return whether a name's value is the old one wherever a branch's condition is false."""
         while isinstance(new, Tensor) and new is not old and id(new) in self.written:
             new = self.written[id(new)][1]
-        nodes = [x.node for x in (new, old) if isinstance(getattr(x, "node", None), fx.Node)]  # of Counts
-        if new is old or not (isinstance(new, int) and isinstance(old, int)):  # as which Counts count
+        if new is old or not all(isinstance(x, int | torch.SymInt) for x in (new, old)):
             return new is old
+        difference = expression(new) - expression(old)
+        if isinstance(difference, int) or difference.is_number:
+            return bool(difference == 0)
+        nodes, value = self.evaluated(difference)
+        return self._implied(guard, nodes, lambda known: bool(value(known) == 0))
 
-        def equal(known: list[Any]) -> bool:
-            a, b = (int(known[nodes.index(x.node)]) if hasattr(x, "node") else x for x in (new, old))
-            return bool(a == b)
-
-        return self._implied(guard, nodes, equal) if nodes else bool(new == old)
+    def evaluated(self, number: Any) -> tuple[list[fx.Node], Callable[[Sequence[Any]], Any]]:
+        """Return the nodes of the numbers in an expression, and a function that returns its value from theirs."""
+        symbols = sorted(number.free_symbols, key=str)
+        nodes = [self.read[s] for s in symbols]
+        return nodes, lambda known: number.subs({s: int(n) for s, n in zip(symbols, known, strict=True)})
 
     def _implied(self, guard: Guard, nodes: Sequence[fx.Node], quiet: Callable[[list[Any]], bool]) -> bool:
         return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet, guard.tried)
@@ -168,13 +185,13 @@ class Guards:
 def harmless() -> bool | None:
     """Return the truth value with which the condition at the caller's line changes nothing, or None."""
     frame = caller()
-    body = bodies(frame.f_code, loop=False).get(frame.f_lineno)
+    body = bodies(frame.f_code).get(frame.f_lineno)
     return body.wanted if body is not None and not body.lines else None
 
 
 @lru_cache(maxsize=256)
-def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
-    """Map lines of conditions (loop: of loop headers) to the code that depends on them."""
+def bodies(code: CodeType) -> dict[int, Body]:
+    """Map lines of conditions and loop headers to the code that depends on them."""
     try:
         lines, first = inspect.getsourcelines(code)
         tree, shift = ast.parse(textwrap.dedent("".join(lines))), max(first, 1) - 1
@@ -183,9 +200,9 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
     by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
         truths, some, statements = set[bool](), None, list[ast.stmt]()
-        if loop and isinstance(node, ast.For) and not node.orelse:
+        if isinstance(node, ast.For) and not node.orelse:
             span, truths, statements = node.iter, {True}, node.body
-        elif not loop and isinstance(node, ast.If | ast.Assert):
+        elif isinstance(node, ast.If | ast.Assert):
             span, truths = node.test, _harmless(node)
             if not truths and isinstance(node, ast.If) and not node.orelse:
                 skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)

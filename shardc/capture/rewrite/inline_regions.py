@@ -131,7 +131,7 @@ def unchanged(node: fx.Node) -> fx.Node | None:
     same = (
         isinstance(value, Tensor)
         and isinstance(result, Tensor)
-        and (value.shape, value.dtype) == (result.shape, result.dtype)
+        and (str(value.shape), value.dtype) == (str(result.shape), result.dtype)  # sizes may be symbols
     )
     if not same or not decompositions(node.target):  # only composite ops do so
         return None

@@ -3,8 +3,8 @@
 gather      queries stay split, keys and values are gathered
 ring        queries stay split, keys and values travel (shardc.runtime.ops.attention.ring)
 ulysses     sequence to heads by all_to_all, each rank computes some heads of all tokens, and back (Jacobs et al. 2023,
-            "DeepSpeed Ulysses"); heads may be those of queries within a group, then keys and values are gathered
-auto        the cheaper, in bytes sent; ring before gather, for its memory
+            "DeepSpeed Ulysses"); if only the query heads within a group divide, keys and values are gathered
+auto        ring (gather if no ring is possible) or ulysses: the one that sends fewer bytes
 
 Attention that a model writes out (products and a softmax) has its method on the softmax: its operands follow.
 """
@@ -25,8 +25,8 @@ from shardc.rules.core.strategy import Strategy
 class Method:
     """The spec's method for one attention on one axis.
 
-    inner: ranks of the axes of weights and of the sequence, which may split heads first. where: place in the spec.
-    module: the attention module. ring: False if another axis may have a ring: keys travel over one axis only.
+    inner: ranks that may split heads first (weights' axes, earlier ulysses or auto axes). where: place in the spec.
+    module: the attention module. ring: whether this axis may have the ring: that of method `ring`, else the first.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Method:
     ) -> Iterator[Strategy]:
         """Yield the strategies that the method allows. Raises ShardcError if there are none.
 
-        taken: the digit below those of other axes in a dim of the result. fits: whether a strategy takes none of these.
+        taken, fits: of this op on this axis, as in shardc.passes.place.one_axis.Axis; taken is for a dim of the result.
         """
         whole, yielded = choices.call.target in OPS, False
         ring = _ring(choices, n, available) if whole and self.ring and self.name in ("ring", "auto") else []
@@ -113,5 +113,5 @@ def _why_not(method: Method, choices: Choices, n: int) -> tuple[str, str]:
     ranks = f"{n} ranks" + (f" × {method.inner} that split weights" if method.inner > 1 else "")
     return (
         f"{heads} heads, {keys} of keys, do not divide over {ranks}",
-        "write method: ring or gather for it, or fewer ranks",
+        f"write method: {'ring or gather' if method.ring else 'gather'} for it, or fewer ranks",
     )

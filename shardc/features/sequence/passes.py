@@ -201,9 +201,10 @@ def _mark_methods(spec: Spec, sequence: Sequence, program: Program, errors: Erro
         methods = next((m for p, m in sequence.method.items() if p == "*" or _within(p, module)), ())
         head_ranks, node.meta["method"] = weight_ranks, {}  # ranks of axes that may split heads first
         one_each = methods * len(sequence.axis)  # one method is for all axes
+        of_ring = one_each.index("ring") if "ring" in one_each else 0  # keys travel over one axis
         for i, (axis, name) in enumerate(zip(sequence.axis, one_each, strict=False)):
             where = spec.where(("sequence", "method"))
-            method = Method(name, head_ranks, where, module, ring=name == "ring" or i == 0)
+            method = Method(name, head_ranks, where, module, ring=i == of_ring)
             node.meta["method"] |= dict.fromkeys(mesh.digits(axis), method)
             head_ranks *= mesh.size(axis) if name in ("ulysses", "auto") else 1  # they may split heads
 

@@ -13,7 +13,7 @@ its share, and an all_to_all leads back. For attention, `method: ulysses` does t
    connected *regions* (`_regions`).
 2. The *ways* to run a region are listed (`_ways`). A way takes one of the two largest values that the region reads,
    splits it by one of its other dims, and follows this split through the region (`_follow`). Ops that cannot keep it
-   are left to placement; values that it does not reach (inputs of all channels) are whole, and gathered once. The last
+   are left to placement; values that it does not reach (shared by all channels) are whole, and gathered once. The last
    way is to gather once what the ops would read token by token.
 3. Placement runs again with the strategies of each way decided, and the cheapest is taken, by bytes and by repeated
    work. Equal regions, as of equal layers, are decided together.

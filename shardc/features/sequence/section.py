@@ -45,8 +45,8 @@ class Sequence(Section):
     )
     balance: Literal["auto", "zigzag", "none"] = Field(
         default="auto",
-        description="tokens of a rank: zigzag = two stretches of even causal work; none = one; auto = zigzag where"
-        " attention is causal",
+        description="tokens of a rank: zigzag = two stretches, which balances causal work; none = one; auto = zigzag"
+        " where attention is causal and the sequence divides into two stretches a rank",
     )
 
 
@@ -61,7 +61,7 @@ class Sections(Section):
 
 
 def of(spec: Spec) -> Sequence | None:
-    """Return the section of a spec; None if no rank has a part of a sequence only."""
+    """Return the section of a spec; None if the sequence is not split over ranks."""
     section: Sequence | None = spec.sections.get("sequence")
     return section if spec.token_ranks > 1 else None
 

@@ -154,6 +154,7 @@ TWO_AXES: dict[str, tuple[str, dict[str, int], Any, dict[str, Any]]] = {
         "data": {"zero": 3, "axis": ["far", "near"]},
     }),
     "padded": ("llama", {"far": 3, "near": 2}, ["ring", "ulysses"], {"uneven": "pad"}),
+    "heads that do not divide": ("llama", {"far": 3, "near": 2}, ["auto", "ring"], {"uneven": "pad"}),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Turn loops over experts, traced by masked_rows as all experts on all rows, into the experts op.
+"""Turn loops over experts, written as all experts on all rows (all_rows.py), into the experts op.
 
     before   y = zeros
              y = index_add(y, 0, t, where(m0, linear(silu(linear(x[t], up0)), down0) * w, 0))        one step an expert
@@ -65,7 +65,7 @@ class _Writer:
         self.sums = {
             steps[-1].node: (tuple(s.mask for s in steps), tuple(s.value for s in steps))
             for steps in loops
-            if steps[0].before is None and all(s.adds for s in steps)
+            if _zeros(steps[0].before) and all(s.adds for s in steps)
         }
         for steps in reversed(loops):
             last = steps[-1].node
@@ -103,9 +103,8 @@ class _Writer:
         result = emit.reshape(emit.typed(typed, torch.ops.shardc.experts.default, *args), shape(last))
         if typed.dtype != value_of(last).dtype:
             result = emit(aten._to_copy.default, result, dtype=value_of(last).dtype)
-        base, zeros = first.before, ("zeros", "zeros_like", "new_zeros")
-        start = bare(base, rows=True)
-        if start is None or (start.op == "call_function" and op_name(start.target) in zeros):
+        base = first.before
+        if _zeros(base):
             return result
         if first.adds:
             return emit(aten.add.Tensor, base, result)
@@ -165,13 +164,9 @@ class _Writer:
         if to is not None:
             x, rows = _taken(x)
             t = numel(x) // shape(x)[-1]
-            k = max(n // t, 1)
-            ways = (torch.arange(n).view(t, k), torch.arange(n).view(k, t).t()) if n == k * t else ()
-            row_numbers = torch.arange(t)[:, None].expand(t, k)
-            fits = next((o for o in ways if torch.equal(to[o], row_numbers)), None) if _equal(rows, to) else None
-            if fits is None:
+            if not _equal(rows, to) or not torch.equal(to.bincount(minlength=t), torch.full((t,), n // t)):
                 raise StaysLoop("rows are not added to the tokens that they come from")
-            order = fits
+            order = to.argsort(stable=True).view(t, n // t)
         t, k = order.shape
         emit = self.emit
         plain = all(isinstance(f, (int, float, fx.Node)) for f in factors)
@@ -289,6 +284,11 @@ def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
     return None
 
 
+def _zeros(node: fx.Node) -> bool:
+    start = bare(node, rows=True)
+    return start.op == "call_function" and op_name(start.target) in ("zeros", "zeros_like", "new_zeros")
+
+
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
 
@@ -329,7 +329,7 @@ class Step:
     """
 
     node: fx.Node
-    before: fx.Node | None
+    before: fx.Node
     adds: bool
     mask: fx.Node
     value: fx.Node
@@ -338,7 +338,7 @@ class Step:
 
 def _step(node: Any) -> Step | None:
     """Return the last write to a tensor, if it is of rows selected by a mask."""
-    args, before, rows, to = node.args, None, node, None  # the first of several that are added up has nothing before
+    args, to = node.args, None
     if node.target is aten.where.self and isinstance(args[1], fx.Node) and shape(args[1]) == shape(node):
         mask = _mask(args[0], node)
         return Step(node, args[2], False, mask, args[1]) if mask is not None else None
@@ -350,6 +350,8 @@ def _step(node: Any) -> Step | None:
         before, rows = args[:2]
         if shape(rows) != shape(node):
             return None
+    else:
+        return None
     masked = bare(rows, rows=True)
     if not isinstance(masked, fx.Node) or masked.target is not aten.where.ScalarOther or masked.args[2] != 0:
         return None
