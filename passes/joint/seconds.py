@@ -28,7 +28,7 @@ from shardc.passes.joint.derivatives import BY_DEVICE
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.runtime import ops
 from shardc.runtime.ops.opaque import tensors_in
-from shardc.torch_private import OpOverload, TorchDispatchMode
+from shardc.torch_private import NotCompiledMode, OpOverload
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Work:
     moved: int = 0
 
 
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Count(NotCompiledMode):  # type: ignore[no-untyped-call]
     """Counts ops while it is open. seconds: their time. live, most: bytes of results, now and at most."""
 
     def __init__(self) -> None:

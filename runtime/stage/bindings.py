@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 aten = torch.ops.aten
@@ -62,9 +62,9 @@ def binding(target: Any) -> Any:
     return _BINDINGS.get(target, target)
 
 
-def bind(graph: fx.Graph) -> fx.Graph:
-    """Replace ops by their bindings in a graph, in place, and return it."""
+def bound(graph: fx.Graph, source: fx.Graph | None = None) -> fx.GraphModule:
+    """Make a graph a function that calls ops by their bindings; the graph then names them, too. source: not used."""
     for n in graph.nodes:
         if n.op == "call_function":
             n.target = binding(n.target)
-    return graph
+    return fx.GraphModule(nn.Module(), graph)

@@ -20,7 +20,8 @@ from shardc.runtime.ops.local_math import summed, total
 from shardc.runtime.schedule import Action
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.activation_offload import OffloadedTensors
-from shardc.runtime.stage.profiler_ranges import Mark
+from shardc.runtime.stage.bindings import bound
+from shardc.runtime.stage.profiler_ranges import MakeFunction
 from shardc.runtime.stage.run import Run, Training, Values
 from shardc.runtime.stage.runnable import WRITING, RunnableStage, runnable, runnable_pair
 
@@ -28,7 +29,7 @@ from shardc.runtime.stage.runnable import WRITING, RunnableStage, runnable, runn
 class Interpreter:
     """Runs the stages of this rank. mesh: a runtime mesh.
 
-    offloaded: class that keeps activations on the host for `offload: cpu`. mark: adds calls to the code of its graphs.
+    offloaded: class that keeps activations on the host for `offload: cpu`. make: makes functions of its graphs.
     """
 
     #: Whether fused regions of a step's graphs run as compiled code.
@@ -40,7 +41,7 @@ class Interpreter:
         mesh: Any,
         *,
         offloaded: type[OffloadedTensors] = OffloadedTensors,
-        mark: Mark | None = None,
+        make: MakeFunction = bound,
     ) -> None:
         self.program, self.mesh, self.pipeline_axis = program, mesh, program.axis
         self.schedule = schedule.of(program)
@@ -50,9 +51,9 @@ class Interpreter:
         compiler = Compiler(strict=program.spec.strict) if self.compiles else None
         copies = offloaded(mesh.device)
         with WRITING, uncollected():
-            self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, mark) for s in stages}
+            self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, make) for s in stages}
             self.pairs = {
-                p.key: runnable_pair(program, p, self.stages, mesh.device, copies, compiler, mark)
+                p.key: runnable_pair(program, p, self.stages, mesh.device, copies, compiler, make)
                 for p in program.pairs
                 if p.first in stages and p.then in stages
             }

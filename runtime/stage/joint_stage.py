@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from shardc.ir.graph import copy_graph
 from shardc.ir.stage import Stage, second_prefix
@@ -20,8 +20,8 @@ from shardc.runtime.compiled import Compiler, with_compiled_regions
 from shardc.runtime.mesh.step_context import MicrobatchContext, StepContext
 from shardc.runtime.stage import op_errors
 from shardc.runtime.stage.activation_offload import OffloadedTensors
-from shardc.runtime.stage.bindings import bind
-from shardc.runtime.stage.profiler_ranges import Mark
+from shardc.runtime.stage.bindings import bound
+from shardc.runtime.stage.profiler_ranges import MakeFunction
 from shardc.runtime.stage.repeated_lines import insert_repeat_marks
 
 
@@ -29,7 +29,7 @@ class JointStage:
     """The forward and backward graphs of a stage with `joint`.
 
     graphs: forward, backward, perhaps weights, as prepared for this device. on_host: activations kept on the host.
-    compiler: compiles fused regions; mark: see Interpreter. .weights: the second half, if any.
+    compiler: compiles fused regions; make: see Interpreter. .weights: the second half, if any.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class JointStage:
         graphs: Mapping[str, fx.Graph],
         on_host: OffloadedTensors,
         compiler: Compiler | None = None,
-        mark: Mark | None = None,
+        make: MakeFunction = bound,
     ) -> None:
         self._on_host = on_host
         forward, backward = graphs["forward"], graphs["backward"]
@@ -48,11 +48,9 @@ class JointStage:
         self._forward_graph = forward
         outputs: Any = forward.output_node().args[0]
         self._kept = [n.name for n in outputs[3]]
-        self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_compiled_regions(forward, compiler))))
-        if mark is not None:
-            self._forward = mark(self._forward, forward)
-        self._backward = _ConsumingGraph(backward, compiler, mark)
-        self.weights = _ConsumingGraph(graphs["weights"], compiler, mark) if "weights" in graphs else None
+        self._forward = make(copy_graph(with_compiled_regions(forward, compiler)), forward)
+        self._backward = _ConsumingGraph(backward, compiler, make)
+        self.weights = _ConsumingGraph(graphs["weights"], compiler, make) if "weights" in graphs else None
         results: Any = backward.output_node().args[0]
         self._passed_to_weights = [n.name for n in results[1]] if self.weights is not None else []
 
@@ -106,7 +104,7 @@ class JointPair:
         then: JointStage,
         on_host: OffloadedTensors,
         compiler: Compiler | None = None,
-        mark: Mark | None = None,
+        make: MakeFunction = bound,
     ) -> None:
         self._on_host = on_host
         assert forward.joint is not None
@@ -116,7 +114,7 @@ class JointPair:
         halves = returned[:1] if kind == "FB" else returned
         #: For each forward, the names of the values that it keeps.
         self._kept = [[n.name.removeprefix(self._second_prefix) for n in half[3]] for half in halves]
-        self._pair = _ConsumingGraph(graph, compiler, mark)
+        self._pair = _ConsumingGraph(graph, compiler, make)
 
     @torch.no_grad()
     def run(
@@ -188,10 +186,9 @@ class JointPair:
 class _ConsumingGraph:
     """A graph as a function that pops its inputs from a dict: each is freed at its last use."""
 
-    def __init__(self, graph: fx.Graph, compiler: Compiler | None, mark: Mark | None) -> None:
+    def __init__(self, graph: fx.Graph, compiler: Compiler | None, make: MakeFunction) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
-        module = _popping(with_compiled_regions(graph, compiler))
-        self._run = mark(module, graph) if mark is not None else module
+        self._run = make(_popping(with_compiled_regions(graph, compiler)), graph)
 
     @torch.no_grad()
     def __call__(self, kept: dict[str, Any], values: Mapping[str, Any], launch: Callable[[], None]) -> Any:
@@ -213,8 +210,8 @@ class _ConsumingGraph:
 _STEP = "the step"
 
 
-def _popping(graph: fx.Graph) -> fx.GraphModule:
-    """Convert a graph to a function of one dict, from which it pops its inputs."""
+def _popping(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph, to take one dict, from which it pops its inputs."""
     copy = fx.Graph()
     values = copy.placeholder("values")
     step = copy.create_node("call_method", "pop", (values, _STEP), name="step_context")
@@ -224,4 +221,4 @@ def _popping(graph: fx.Graph) -> fx.GraphModule:
     }
     copy_graph(graph, env, into=copy)
     insert_repeat_marks(copy, step)
-    return fx.GraphModule(nn.Module(), bind(copy))
+    return copy

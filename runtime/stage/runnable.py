@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from shardc.collector import uncollected
 from shardc.errors import ShardcError
@@ -18,9 +18,9 @@ from shardc.runtime import ops
 from shardc.runtime.compiled import Compiler
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.activation_offload import OffloadedTensors
-from shardc.runtime.stage.bindings import bind
+from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.joint_stage import JointPair, JointStage
-from shardc.runtime.stage.profiler_ranges import Mark
+from shardc.runtime.stage.profiler_ranges import MakeFunction
 
 # fx sets attributes of nodes while it writes a graph's code, and such a node is not found for a moment
 # (fx.Node.__setattr__): other ranks that are threads of this process, and share the program, must not read its graphs
@@ -49,12 +49,12 @@ def _overwrite_caches(graph: fx.Graph, program: Program) -> None:
             node.target = torch.ops.aten.index_copy_.default
 
 
-def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
+def runnable(stage: Stage, device: torch.device, program: Program, make: MakeFunction = bound) -> Callable[..., Any]:
     """Make a function without backward of a stage's placeholders; it frees each value after its last use."""
     graph = copy_graph(on_device(stage.graph, device))
     _overwrite_caches(graph, program)
     with WRITING:
-        return fx.GraphModule(nn.Module(), bind(graph))
+        return make(graph, stage.graph)
 
 
 class RunnableStage:
@@ -69,7 +69,7 @@ class RunnableStage:
         device: torch.device,
         copies: OffloadedTensors,
         compiler: Compiler | None,
-        mark: Mark | None = None,
+        make: MakeFunction = bound,
     ) -> None:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
@@ -78,7 +78,7 @@ class RunnableStage:
         self.piped = bool(program.axis)
         self.updates = stage.updates if self.piped else tuple(b.name for b in program.buffers if b.updated)
         self._stage, self._device, self._program, self._copies = stage, device, program, copies
-        self._compiler, self._mark = compiler, mark
+        self._compiler, self._make = compiler, make
         self._run: Callable[..., Any] | None = None
         self._joint: JointStage | None = None
 
@@ -86,9 +86,8 @@ class RunnableStage:
     def run(self) -> Callable[..., Any]:
         """Its graph without backward, made when a forward or an evaluation first runs it."""
         if self._run is None:
-            with WRITING, uncollected():
-                module = runnable(self._stage, self._device, self._program)
-                self._run = self._mark(module, self._stage.graph) if self._mark is not None else module
+            with uncollected():
+                self._run = runnable(self._stage, self._device, self._program, self._make)
         return self._run
 
     @run.setter
@@ -108,7 +107,7 @@ class RunnableStage:
             )
         with WRITING, uncollected():
             graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
-            self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._mark)
+            self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._make)
         return self._joint
 
 
@@ -126,9 +125,9 @@ def runnable_pair(
     device: torch.device,
     copies: OffloadedTensors,
     compiler: Compiler | None,
-    mark: Mark | None,
+    make: MakeFunction,
 ) -> JointPair:
     """Make a merged pair runnable on a device. stages: those of this rank."""
     graph = on_device(pair.graph, device)
     first, then = program.stages[pair.first], stages[pair.then].joint
-    return JointPair(pair.kind, graph, first, then, copies, compiler, mark)
+    return JointPair(pair.kind, graph, first, then, copies, compiler, make)

@@ -4,8 +4,9 @@ measured      measurements of a device and of a run
 recorded      the results of a dry run, as plain values
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; it finds
               which bytes are parameters, gradients, state, activations
-ledger        counts the storages and ops of a dry run; known_ops: results of ops that it has seen before;
-              growth: the part of them that grows with the rows of a batch
+graph_lines   runs a graph line by line for a dry run
+ledger        counts storages and ops; known_ops: results of ops that it has seen before; growth: the part of them
+              that grows with the rows of a batch
 peak_memory   the peak memory of the whole schedule, from a dry run
 step          combines all of it: `program.cost(device)`
 kept_activations

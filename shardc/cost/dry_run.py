@@ -9,26 +9,24 @@ schedule from these.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from shardc.collector import uncollected
 from shardc.cost import host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
+from shardc.cost.graph_lines import GraphLines
 from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
-from shardc.cost.ledger import Ledger
+from shardc.cost.ledger import FakeLedger
 from shardc.cost.recorded import DryRun
-from shardc.ir.fused_regions import fused_regions, moved
-from shardc.ir.graph import values_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.machine.work import Part, Sent, Waited
-from shardc.passes.joint.fused_regions import fuses, shares_memory
 from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action, computed
@@ -61,8 +59,8 @@ def dry_run(
 
     known: results of ops from other dry runs. growth: finds the part of ops that grows with rows. options: of Engine.
     """
-    ledger = Ledger(known=known, growth=growth)
-    with fake_mode(of_gpu=not cpu), ledger:
+    ledger = FakeLedger(known, growth)
+    with fake_mode(of_gpu=not cpu, remembers=False), ledger:
         rank = rank_of(program.mesh, program.axis, coordinate)
         buckets = {f"bucket{i}" for i in range(len(program.buckets))}
         mesh = FakeMesh(program.mesh, rank, ledger, streams=not cpu, buckets=buckets)
@@ -75,7 +73,7 @@ def dry_run(
             _weights(program),
             make,
             mesh=mesh,
-            interpreter=partial(_Recorded, offloaded=offloaded, mark=partial(_with_reports, ledger, program)),
+            interpreter=partial(_Recorded, offloaded=offloaded, make=partial(GraphLines, ledger, program)),
             # tensors without data are "on the CPU", whose Rng hashes block by block; a GPU's hashes all at once
             rng=Rng if cpu else partial(Rng, block=sys.maxsize),
             offload=offload,
@@ -115,49 +113,6 @@ def _for_pairs(actions: Sequence[Action]) -> int:
         if a.kind in PAIRS:
             seen.setdefault(a.of_pair, []).append(max(a.microbatch, a.other[1]))
     return max((sorted(each)[:2][-1] for each in seen.values()), default=-2) + 2
-
-
-def _with_reports(ledger: Ledger, program: Program, module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Make the code of a graph report its forward ops to the ledger; fused regions count as fused kernels."""
-    code, nodes = module.graph, {n.name: n for n in module.graph.nodes}
-    ops = {n.name for s in program.stages for n in s.graph.nodes}
-
-    def size(n: fx.Node) -> int:
-        return sum(v.nbytes(program.mesh) for v in values_of(n) if v is not None)
-
-    for n in [n for n in graph.nodes if n.op == "call_function"]:
-        with code.inserting_before(nodes[n.name]):
-            code.call_function(_as_function(partial(setattr, ledger, "op", n.meta.get("of") or _belongs_to(n, ops))))
-    for region in fused_regions(graph):
-        _, traffic = moved(region, fuses, size, shares_memory)
-        with code.inserting_before(nodes[region.lines[0].name]):
-            code.call_function(_as_function(ledger.fuse))
-        with code.inserting_after(nodes[region.lines[-1].name]):
-            code.call_function(_as_function(partial(ledger.fused, traffic)))
-    module.recompile()
-    return module
-
-
-def _belongs_to(n: fx.Node, ops: Collection[str]) -> str:
-    """Return the op that a line of forward belongs to: of several lines, the last one has its name."""
-    queue, seen = [n], {n}
-    for x in queue:
-        if x.name in ops:
-            return x.name
-        new = [u for u in x.users if u.op == "call_function" and u not in seen]
-        queue += new
-        seen.update(new)
-    return n.name
-
-
-def _as_function(call: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a call in a function of this module, as generated code needs it."""
-
-    def wrapped() -> None:
-        call()
-
-    wrapped.__module__ = __name__
-    return wrapped
 
 
 def _weights(program: Program) -> dict[str, Tensor]:
@@ -203,7 +158,7 @@ class _Recorded(Interpreter):
 
     compiles = False
 
-    ledger: Ledger
+    ledger: FakeLedger
     buckets: Any
     rng: Rng
     microbatches: int
@@ -317,7 +272,7 @@ class _Engine(Engine):
         super()._update()
 
 
-def _mark_rest(ledger: Ledger, kind: str) -> None:
+def _mark_rest(ledger: FakeLedger, kind: str) -> None:
     """Set the kind of all storages that are still temporaries."""
     for storage in ledger.storages.values():
         if storage.kind == "temporaries":

@@ -1,6 +1,6 @@
 """Find the part of a step that grows with the rows of its batch, from the calls of a dry run.
 
-    still    parameters and state, by their kind; their gradients (`Ledger.mark_fixed_size`); values that become one:
+    still    parameters and state, by their kind; their gradients (`mark_fixed_size`); values that become one:
              its product, and copies of that in another dtype; values computed only from these, as a weight's cast
     grows    everything else: values that depend on the batch's numbers
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.cost.ledger import Ledger
+from shardc.cost.ledger import FakeLedger
 from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.machine.work import Sent, Waited
 from shardc.runtime.offload import Offload
@@ -32,7 +32,7 @@ def offload(host: Host, *, cpu: bool = False) -> Callable[[Data, Any], Offload]:
     return lambda section, mesh: _Offload(section, mesh, host, cpu)
 
 
-def offloaded_tensors(host: Host, ledger: Ledger | None = None) -> type[OffloadedTensors]:
+def offloaded_tensors(host: Host, ledger: FakeLedger | None = None) -> type[OffloadedTensors]:
     """Return the class that offloads activations as on a GPU. ledger: counts copies, of fake tensors."""
 
     class OnHost(OffloadedTensors):

@@ -12,8 +12,7 @@ them in its own table, in 0.1 ms; an entry here takes a fifth of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,20 +26,42 @@ _UNKNOWN = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, tor
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 
 
-class KnownOps:
-    """A table of results. key() of a call, then result(), which is None for an unknown call.
+class Known(NamedTuple):
+    """How a call's result is made. several: the type of several outputs; more: any other value that is stored with it.
 
-    remember() adds a result for the next call. `more` is any other value to store with a call.
+    view: the op only makes views.
+    """
+
+    several: type | None
+    makers: list[_Make]
+    more: Any
+    view: bool
+
+    def result(self, tensors: Sequence[Tensor]) -> Any:
+        """Make the result of a call from its tensors."""
+        mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
+        results = [make(tensors, mode) for make in self.makers]
+        return results[0] if self.several is None else self.several(results)
+
+
+class KnownOps:
+    """A table of results. key() of a call, then find(), which is None for an unknown call.
+
+    remember() adds a result for the next call.
     """
 
     def __init__(self) -> None:
-        self._of: dict[Any, tuple[type | None, list[_Make], Any]] = {}
+        self._of: dict[Any, Known] = {}
+        self._cacheable: dict[int, bool] = {}  # by the number of an op
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Return (a value that is equal for calls with equal results, the call's tensors); None for others."""
-        if not _cacheable(func):
+        number = id(func)  # an op's own hash is Python code
+        if (cacheable := self._cacheable.get(number)) is None:
+            cacheable = self._cacheable[number] = _cacheable(func)
+        if not cacheable:
             return None
-        parts: list[Any] = [func]
+        parts: list[Any] = [number]
         tensors: list[Tensor] = []
         if not _collect(args, parts, tensors):
             return None
@@ -52,24 +73,17 @@ class KnownOps:
             parts.append(torch.get_default_dtype())
         return tuple(parts), tensors
 
-    def result(self, key: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any] | None:
-        """Return (the result, `more`) of a known call; None for an unknown one."""
-        if (known := self._of.get(key)) is None:
-            return None
-        several, makers, more = known
-        mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
-        results = [make(tensors, mode) for make in makers]
-        return (results[0] if several is None else several(results)), more
+    def find(self, key: Any) -> Known | None:
+        return self._of.get(key)
 
-    def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
+    def remember(self, func: Any, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
         """Store the result of a call, if calls on operands of the same sizes have the same result."""
         several = type(result) if isinstance(result, (tuple, list)) else None
         makers = [_maker(x, tensors) for x in ((result,) if several is None else result)]
         if several in (None, tuple, list) and all(makers):
-            self._of[key] = several, [m for m in makers if m is not None], more
+            self._of[key] = Known(several, [m for m in makers if m is not None], more, func.is_view)
 
 
-@cache
 def _cacheable(func: Any) -> bool:
     builtin = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
     return builtin and not any(tag in func.tags for tag in _UNKNOWN)

@@ -39,6 +39,7 @@ from shardc.plan.stage import (
     part_of,
     parts_of,
     roles,
+    similar,
     typical,
 )
 from shardc.runtime import schedule as schedules
@@ -329,7 +330,7 @@ def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float,
         named[s] = {k: replace(p, changes=[(sign, own[x]) for sign, x in p.changes]) for k, p in parts}
     step = [(each["before", ""], False) for each in named.values()]
     for a, which in _computed(schedule, rank):
-        step += [(part, False) for part in _same(named[a.stage], a.kind, which)]
+        step += [(named[a.stage][key], False) for key in similar(named[a.stage], a.kind, which)]
     step += [(each["after", ""], i == 0) for i, each in enumerate(named.values())]
     step += [(each["update", ""], False) for each in named.values()]
     high = max(accumulate(sign * s.nbytes for sign, s, *_ in allocations(resident, step)))
@@ -370,10 +371,3 @@ def _microbatches(run: DryRun) -> dict[Key, Part]:
             freed = [(-1, s) for s, n in left.items() if n > 0 and s.kind not in stays]
             found[end] = replace(found[end], changes=[*found[end].changes, *freed])
     return found
-
-
-def _same(named: Mapping[Key, Part], kind: str, which: str) -> Iterator[Part]:
-    """Yield an action of the most similar microbatch. B can replace I, and I with W can replace B."""
-    there, divided = {k for k, _ in named}, {"I": ("B",), "B": ("I", "W")}
-    for one in (kind,) if kind in there else divided.get(kind, ()):
-        yield from [named[one, w] for w in (which, "middle", "last", "first") if (one, w) in named][:1]

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,20 +168,21 @@ def _undivided(s: Stage) -> Stage:
     return found | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
 
 
-def part_of(s: Stage, kind: str, which: str) -> Vector:
-    """Return a part, or the same part of the most similar microbatch.
+def similar(there: Collection[Key], kind: str, which: str) -> list[Key]:
+    """Return the keys of a part, or of the same part of the most similar microbatch; [] if there is none.
 
     If only the other form of backward was run, B is I and then W, and I is all of B.
     """
-    for w in (which, "middle", "last", "first"):
-        if (vector := s.get((kind, w))) is not None:
-            return vector
-    there = {k for k, _ in s}
-    if kind == "I" and "B" in there:
-        return part_of(s, "B", which)
-    if kind == "B" and "I" in there:
-        return then(part_of(s, "I", which), part_of(s, "W", which))
-    return np.zeros(WIDTH)
+    kinds = {k for k, _ in there}
+    forms = (kind,) if kind in kinds else {"I": ("B",), "B": ("I", "W")}.get(kind, ())
+    each = ([(k, w) for w in (which, "middle", "last", "first") if (k, w) in there] for k in forms)
+    return [keys[0] for keys in each if keys]
+
+
+def part_of(s: Stage, kind: str, which: str) -> Vector:
+    """Return a part of a stage, as `similar` finds it; zeros if there is none."""
+    vectors = [s[key] for key in similar(s, kind, which)]
+    return reduce(then, vectors) if vectors else np.zeros(WIDTH)
 
 
 def computing(s: Stage) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from shardc.torch_private.autograd import (
 from shardc.torch_private.fake_tensors import (
     DATA_DEPENDENT,
     SIZE_DEPENDENT,
+    NotCompiledMode,
     fake_device,
     fake_mode,
     fake_mode_of,
@@ -101,6 +102,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "NotCompiledMode",
     "OpOverload",
     "TorchDispatchMode",
     "add_node",

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _disable_current_modes,  # turns off all modes
 )
 
@@ -27,6 +28,14 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 SIZE_DEPENDENT: type[Exception] = DynamicOutputShapeException
 
 
+class NotCompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which nothing is compiled: torch need not turn its compiler off in each call, which takes as long."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A mode of fake tensors. of_gpu: they represent a GPU's; attributes: those of a new one, by device."""
 
@@ -34,13 +43,15 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     attributes: dict[torch.device, dict[str, Any]]
 
 
-def fake_mode(*, of_gpu: bool = False, symbols: bool = True) -> FakeTensorMode:
+def fake_mode(*, of_gpu: bool = False, symbols: bool = True, remembers: bool = True) -> FakeTensorMode:
     """Return a mode whose tensors have no storage. of_gpu: they represent tensors of a GPU.
 
-    symbols: a data-dependent size has a name; otherwise it is an error. The model's own real tensors may mix in.
+    symbols: a data-dependent size has a name; otherwise it is an error. remembers: it keeps results of ops, which takes
+    as long as to compute one. The model's own real tensors may mix in.
     """
     mode = _FakeMode(shape_env=ShapeEnv() if symbols else None, allow_non_fake_inputs=True)
     mode.of_gpu, mode.attributes = of_gpu, {}
+    mode.cache_enabled = mode.cache_enabled and remembers
     return mode
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.ir.metadata import Value
-from shardc.torch_private import OpOverload, TorchDispatchMode
+from shardc.torch_private import NotCompiledMode, OpOverload
 
 aten = torch.ops.aten
 
@@ -132,7 +132,7 @@ def map_refs(a: Any, function: Callable[[Ref], Any]) -> Any:
     return function(a) if type(a) is Ref else a
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(NotCompiledMode):  # type: ignore[no-untyped-call]
     """Collects lines while it is open. `name` sets the Ref of a tensor."""
 
     def __init__(self) -> None:

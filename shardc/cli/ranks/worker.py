@@ -74,7 +74,7 @@ def run(job: Job) -> dict[str, Any]:
             routing=settings.routing,
             nonfinite=settings.nonfinite,
             mesh=mesh,
-            interpreter=functools.partial(Interpreter, mark=with_ranges if settings.trace else None),
+            interpreter=functools.partial(Interpreter, make=with_ranges) if settings.trace else Interpreter,
         )
     if job.resume:
         engine.load(saved_in(Path(job.resume)), **job.load)

@@ -81,7 +81,7 @@ class OpTimes(Ledger):
     """
 
     def __init__(self, device: torch.device, mesh: RankMesh | None = None) -> None:
-        super().__init__(fake=False)
+        super().__init__()
         self.device, self.mesh = device, mesh
         if mesh is not None:
             self.again, self.in_backward = lambda: mesh.step.repeats, lambda: mesh.step.in_backward

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardc.cost.ledger import Ledger
+from shardc.cost.ledger import FakeLedger
 from shardc.features.fp8 import kernel as fp8_kernel
 from shardc.features.fp8 import products as fp8_products
 from shardc.features.fp8 import rounding as fp8
@@ -110,7 +110,7 @@ def test_scales_of_blocks_lie_in_cublas_tiles() -> None:
 
 def test_products_of_blocks_are_priced_as_such() -> None:
     """Of tensors without data, which stand for those of a GPU that has the kernel: torch takes factors and scales."""
-    with Ledger() as ledger, FakeTensorMode():
+    with FakeLedger() as ledger, FakeTensorMode():
         x = torch.empty(64, 128, dtype=torch.bfloat16).requires_grad_()
         w = torch.empty(96, 128, dtype=torch.bfloat16).requires_grad_()
         y = fp8_products.fp8_linear(x, w, fp8.fp8_amax(w, (32, 32)), "mxfp8")

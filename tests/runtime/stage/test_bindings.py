@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import fx, nn
 
 import shardc
-from shardc.runtime.stage.bindings import _BINDINGS, bind, binding
+from shardc.runtime.stage.bindings import _BINDINGS, binding, bound
+from shardc.runtime.stage.interpreter import Interpreter
 from shardc.torch_private import TorchDispatchMode
 from tests import zoo
 from tests.zoo import hf, hf_more
@@ -99,17 +101,15 @@ class Net(nn.Module):
         return (self.down(self.up(self.norm(x)).relu()) + x).square().sum()
 
 
-def test_a_rank_runs_bindings_and_the_program_keeps_overloads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_runs_bindings_and_the_program_keeps_overloads() -> None:
     made: list[fx.Graph] = []
 
-    def watched(graph: fx.Graph) -> fx.Graph:
-        made.append(bind(graph))
-        return graph
+    def watched(graph: fx.Graph, source: fx.Graph) -> fx.GraphModule:
+        made.append(graph)
+        return bound(graph, source)
 
-    monkeypatch.setattr("shardc.runtime.stage.joint_stage.bind", watched)
-    batch = {"x": torch.randn(4, 8)}
-    program = shardc.compile(Net(), batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
-    program.engine(Net()).step(batch)
+    program = shardc.compile(Net(), {"x": torch.randn(4, 8)}, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    program.engine(Net(), interpreter=partial(Interpreter, make=watched)).step({"x": torch.randn(4, 8)})
     ran = {n.target for g in made for n in g.nodes}
     assert torch.nn.functional.linear in ran
     assert not ran & _BINDINGS.keys()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost import dry_run
-from shardc.cost.ledger import Ledger
+from shardc.cost.ledger import FakeLedger
 from shardc.ir.program import Program
 from shardc.machine.work import Op, Part, Sent, Waited
 
@@ -49,13 +49,13 @@ def compiled(**more: Any) -> Program:
 
 def steps(program: Program, monkeypatch: pytest.MonkeyPatch, at: int = 0) -> list[list[Part]]:
     """What a rank does in two steps."""
-    made: list[Ledger] = []
+    made: list[FakeLedger] = []
 
-    def ledger(**options: Any) -> Ledger:
-        made.append(Ledger(**options))
+    def ledger(*options: Any) -> FakeLedger:
+        made.append(FakeLedger(*options))
         return made[-1]
 
-    monkeypatch.setattr(dry_run, "Ledger", ledger)
+    monkeypatch.setattr(dry_run, "FakeLedger", ledger)
     dry_run.dry_run(program, at)
     parts: list[list[Part]] = []
     for part in made[0].parts:
