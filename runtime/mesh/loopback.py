@@ -32,9 +32,8 @@ class _World:
         self.mail: dict[tuple[int, ...], Any] = {}
         self.sent: Counter[tuple[int, int]] = Counter()
         self.posted: Counter[tuple[int, int]] = Counter()
-        self.waiting: dict[
-            int, tuple[str, tuple[int, ...]]
-        ] = {}  # sleeping rank -> its call, and the mail it waits for
+        #: Sleeping rank -> its call, and the mail that it waits for.
+        self.waiting: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.running = set(range(layout.world))
         self.failed = False
 
@@ -56,6 +55,7 @@ class _World:
             calls = "; ".join(f"rank {r}: {meeting[r][0]}" for r in ranks)
             raise RuntimeError(f"ranks meet in different collectives: {calls}")
         results = dict(zip(ranks, combine([meeting[r][1] for r in ranks]), strict=True))
+        meeting.clear()  # else the sleepers would hold what was brought until they wake
         result = results.pop(rank)
         with self.lock:
             for r, x in results.items():

@@ -44,6 +44,7 @@ NOTES = """\
 - Their rows of ZeRO 3 are DeepSpeed's of 2021, in their own code; why it took so long is not said, and what is predicted here is another program's.
 - Llama 3 405B: the paper computes nothing again; here that does not fit, so what is cheap is computed again. The paper's ranks have a part of the gradients each; ours at ZeRO 2 send those of every microbatch, which takes 1.31 of the published step on 16,384 GPUs, so the rows are of ZeRO 1. Its TFLOP/s are read as 6 N + 12 L h s a token, and stages on a rank are assumed.
 - torchtitan's H100s are slower ones: 2.4 TB/s, as here, and 500 W, "between SXM and NVL, and we don't know its exact value" (same page); its prediction has an SXM's products. It keeps every second product of a layer where our spec keeps all.
+- Models with experts: steps of NeMo AutoModel have balanced routing and no clipping, as here, and DeepEP, which sends a token once to each machine that has several of its experts; ours are sent once for each expert, which shows where experts are on several machines (GPT-OSS 120B, DeepSeek-V3, Kimi K2). Its Mamba layers are fused kernels; ours are transformers' ops. Megatron's TFLOP/s are read as 6 N + 12 L h s a token, N of the experts that a token takes.
 """
 
 NARAYANAN = "Narayanan et al. 2021 (arXiv 2104.04473)"

@@ -15,6 +15,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Bucket, Param, Rounded
 from shardc.runtime.mesh.loopback import LoopbackMesh
 from shardc.runtime.zero.buckets import Buckets
+from shardc.spec import Spec
 from tests import example_program
 from tests.differentiable import ops
 from tests.runtime.ops.definitions import COMPLEX, FLOATS, RANKS, numbers, of, on_ranks, strided
@@ -41,7 +42,8 @@ def program(n: int, zero: int, dtype: torch.dtype, compute: torch.dtype | None) 
     """Parameters in two buckets, that ZeRO of this level has over an axis of n ranks."""
     params = tuple(Param(name, name, shape, dtype, reduce=("a",)) for name, shape in SHAPES.items())
     buckets = tuple(Bucket(("a",), dtype, names, "a" if zero else "", zero, compute) for names in BUCKETS)
-    return Program(Mesh((("a", n),)), example_program.program().graph, params, (), (), buckets=buckets)
+    mesh, spec = Mesh((("a", n),)), Spec.load({"shardc": 1, "mesh": {"a": n}})
+    return Program(mesh, example_program.program().graph, params, (), (), buckets=buckets, spec=spec)
 
 
 def begun(mesh: LoopbackMesh, direction: str) -> list[str]:
