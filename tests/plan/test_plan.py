@@ -253,7 +253,7 @@ def test_what_is_reserved_decides_whether_a_spec_fits() -> None:
     assert not given.fits
     best = q.search(2, None).best
     assert best.spec != first.spec
-    model, batch = large().subject.model, large().subject.batch
+    model, batch = large().runs.subject.model, large().runs.subject.batch
     assert shardc.compile(model, batch, best.spec, prove=False).cost(little).fits
 
 
@@ -845,7 +845,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(longest: int, next_is_p
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=["dp", "pp"])
 def test_the_deepest_model_fits_and_one_more_layer_does_not(mesh: dict[str, int]) -> None:
-    model, batch = large().subject.model, large().subject.batch
+    model, batch = large().runs.subject.model, large().runs.subject.batch
     spec: dict[str, Any] = {"shardc": 1, "mesh": mesh}
     spec |= {"pipeline": {"axis": "pp"}, "batch": {"microbatches": 2}} if "pp" in mesh else {}
     little = H100.model_copy(update={"memory": 12e9})
