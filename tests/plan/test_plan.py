@@ -1051,7 +1051,8 @@ def test_a_model_that_counts_its_layers_is_priced_whole() -> None:
         q = planner(Counting(8), {"ids": torch.empty(4, 8, dtype=torch.long)})
     assert q.runs.subject.layers is None
     found = price(q.library, Spec.load({"shardc": 1, "mesh": {"dp": 2}}), 4)
-    whole = shardc.compile(q.runs.subject.model, q.runs.subject.example(4), {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
+    subject = q.runs.subject
+    whole = shardc.compile(subject.model, subject.example(4), {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
     assert found.step_seconds == pytest.approx(whole.cost(H100).step_seconds, rel=1e-12)
 
 
