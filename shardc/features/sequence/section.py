@@ -45,8 +45,8 @@ class Sequence(Section):
     )
     balance: Literal["auto", "zigzag", "none"] = Field(
         default="auto",
-        description="tokens of a rank: zigzag = two stretches, which balances causal work; none = one; auto = zigzag"
-        " where attention is causal and the sequence divides into two stretches a rank",
+        description="tokens of a rank: zigzag = two stretches, for even causal work; none = one; auto = zigzag for"
+        " causal attention, if the tokens divide",
     )
 
 
