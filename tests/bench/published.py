@@ -50,7 +50,7 @@ NOTES = """\
 NARAYANAN = "Narayanan et al. 2021 (arXiv 2104.04473)"
 KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), table 5"
 LLAMA = "Llama Team 2024 (arXiv 2407.21783v3), table 4, p. 10"
-AUTOMODEL = "NeMo AutoModel, docs/performance-summary.md at 01926a5c"
+AUTOMODEL = "NeMo AutoModel, performance-summary.md at 01926a5c"
 MCORE = "Megatron Core, megatron/core/transformer/moe/README.md at 022bcb5a, 468 TFLOP/s"
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bfd"
 
