@@ -269,6 +269,7 @@ class Watch:
                 if process is not None:
                     with contextlib.suppress(OSError):
                         os.kill(process, signal.SIGKILL)  # a stopped process ignores other signals
+            time.sleep(1)  # torchrun names the process that it sees end first: not one of those that end because of it
         if why == STOPPED and self._met:
             self.say(f"{text}; ended now")  # the others notice by their connections
         elif why == ABSENT:
