@@ -269,7 +269,6 @@ class Watch:
                 if process is not None:
                     with contextlib.suppress(OSError):
                         os.kill(process, signal.SIGKILL)  # a stopped process ignores other signals
-            time.sleep(1)  # torchrun names the process that it sees end first: not one of those that end because of it
         if why == STOPPED and self._met:
             self.say(f"{text}; ended now")  # the others notice by their connections
         elif why == ABSENT:
@@ -294,6 +293,7 @@ class Watch:
         """End this process: its main thread waits in native code for a rank that is gone."""
         if activity.waits():
             print_line(f"{text}; this rank has ended")
+            time.sleep(1)  # torchrun names the process that it sees end first: not one that ends because of another
             if self.rank == 0:
                 time.sleep(2 * self._look)  # this process may host the store, which the others have yet to read
             os._exit(GAVE_UP)
