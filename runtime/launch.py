@@ -41,6 +41,8 @@ NAMED = 8.0
 GAVE_UP = 75
 #: The file in a run's folder with the errors of the rank that failed first, for --json.
 ERRORS = "errors.json"
+#: The remedy where a process waits for a world that nobody starts.
+LEFT_OVER = "another job left it behind: `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`"
 #: Remedies where memory does not suffice.
 LESS_MEMORY = (
     "more microbatches (`batch:`), `checkpoint:`, `data: {zero: 3}`, or a larger tp; `shardc inspect --memory` and"
@@ -61,10 +63,7 @@ def check_variables() -> None:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if "RANK" in os.environ and missing:
         fault = f"the environment has RANK={os.environ['RANK']}, but not {', '.join(missing)}"
-        fix = (
-            "another job left it behind: `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`; or start the"
-            " processes with torchrun, which sets all of them"
-        )
+        fix = f"{LEFT_OVER}; or start the processes with torchrun, which sets all of them"
         raise ShardcError(fault, where="RANK", fix=fix)
 
 
@@ -114,6 +113,7 @@ def free_port() -> int:
 
 def _die_with_parent() -> None:
     """Let the kernel kill this child when the launcher is gone (Linux). Called before exec."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the rank heeds it: it would end a rank that still imports
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -187,7 +187,8 @@ def launch(
     is returned.
     """
     world = str(mesh.world)
-    env = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    env = {n: x for n, x in os.environ.items() if not n.startswith("TORCHELASTIC_")}  # those of a job around this one
+    env |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
     env |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mesh.world)))
     ranks: list[subprocess.Popen[bytes]] = []

@@ -133,15 +133,11 @@ class Loader:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ShardcError if the saved loader read a dataset of another size."""
         if state["size"] != self.order.size:
-            sizes = [
-                f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)
-            ]
-            raise ShardcError(
-                f"the checkpoint is in the middle of {sizes[0]}, but this one is {sizes[1]}",
-                where=self.where,
-                fix="continue with the same dataset, or begin with this one: load(folder, new_data=True), run:"
-                " --new-data",
-            )
+            sizes = (state["size"], self.order.size)
+            then, now = (f"{n} samples" if n is not None else "an iterable dataset" for n in sizes)
+            fault = f"the checkpoint is in the middle of {then}, but this one is {now}"
+            fix = "continue with the same dataset, or begin with this one: load(folder, new_data=True), run: --new-data"
+            raise ShardcError(fault, where=self.where, fix=fix)
 
     # --- reading
 
@@ -192,27 +188,18 @@ class Loader:
         errors.raise_any()
         sizes = {name_of(x.path): x.shape[d] for x in self.program.inputs if (d := self._dims[x.name]) is not None}
         if not sizes:
-            raise ShardcError(
-                "none of the program's inputs has a batch dim",
-                where=self.where,
-                fix="set one in the spec's batch: {dims: ...}",
-            )
+            fault, fix = "none of the program's inputs has a batch dim", "set one in the spec's batch: {dims: ...}"
+            raise ShardcError(fault, where=self.where, fix=fix)
         batch = min(sizes.values())
         for name, size in sizes.items():
             if size % batch:
                 fix = f"set the batch dim of {name!r} in the spec's batch: {{dims: ...}}, or null if it has none"
-                errors.add(
-                    f"its batch dim is {size} long, which is not a multiple of the other inputs' {batch}",
-                    where=name,
-                    fix=fix,
-                )
+                fault = f"its batch dim is {size} long, which is not a multiple of the other inputs' {batch}"
+                errors.add(fault, where=name, fix=fix)
         errors.raise_any()
         if requested is not None and requested != batch:
-            raise ShardcError(
-                f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples",
-                where=self.where,
-                fix=f"leave it out, or compile with a batch of {requested}",
-            )
+            fault = f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples"
+            raise ShardcError(fault, where=self.where, fix=f"leave it out, or compile with a batch of {requested}")
         return batch
 
     def _samples(self) -> Tensor:
@@ -229,11 +216,9 @@ class Loader:
             if not torch.equal(places, samples.repeat_interleave(rows)) or (
                 indices is not None and not torch.equal(indices, samples)
             ):
-                raise ShardcError(
-                    "its batch dim is not split into the same whole samples on the same ranks as the other inputs",
-                    where=name_of(x.path),
-                    fix="split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader",
-                )
+                fault = "its batch dim is not split into the same whole samples on the same ranks as the other inputs"
+                fix = "split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader"
+                raise ShardcError(fault, where=name_of(x.path), fix=fix)
             indices = samples
         assert indices is not None
         return indices
@@ -242,16 +227,11 @@ class Loader:
         """Return whether samples come in the dataset's own order. Raises ShardcError if it is no dataset."""
         data = self.dataset
         if isinstance(data, DataLoader):
-            raise ShardcError(
-                "a DataLoader is not a dataset",
-                where=self.where,
-                fix="pass its dataset, and its collate_fn and num_workers",
-            )
+            fix = "pass its dataset, and its collate_fn and num_workers"
+            raise ShardcError("a DataLoader is not a dataset", where=self.where, fix=fix)
         if isinstance(data, Mapping):
             datasets = [name for name, x in data.items() if not isinstance(x, Tensor)]
-            fix = (
-                f"pass one of its entries, such as {datasets[0]!r}" if datasets else "pass a dataset of single samples"
-            )
+            fix = f"pass one of its entries, such as {datasets[0]!r}" if datasets else "pass a dataset of single samples"
             raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=fix)
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return False
@@ -302,13 +282,8 @@ class Loaders(dict[str, Loader]):
         if loader.name is None:
             return loader
         if loader.name in self:
-            raise ShardcError(
-                f"the engine already has a loader named {loader.name!r}",
-                where="engine.loader",
-                fix=(
-                    "use that one for every epoch, or give this one its own name; name=None is not kept in checkpoints"
-                ),
-            )
+            fix = "use that one for every epoch, or give this one its own name; name=None is not kept in checkpoints"
+            raise ShardcError(f"the engine already has a loader named {loader.name!r}", where="engine.loader", fix=fix)
         if loader.name in self._waiting:
             loader.load_state_dict(self._waiting[loader.name])
         self[loader.name] = loader

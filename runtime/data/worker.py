@@ -166,6 +166,9 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
                 f" ({len(none)} of the {len(samples)} of a batch are)" if none[1:] else ""
             )
             fix = "return a sample for every number, leave it out of the dataset, or drop it in a collate function"
+            if len(none) == len(samples) and collate is not default_collate:
+                fault += ": none is left of this rank's part of the batch"
+                fix = "leave it out of the dataset, or return another sample in its place"
             raise ShardcError(fault, where="engine.loader", fix=fix) from e
         if collate is not default_collate:
             add_note(e, f"in the collate function, of samples {_listed(numbers)}")

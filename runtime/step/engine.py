@@ -228,11 +228,9 @@ class Engine:
         """
         self._optimizer_half.check_consistent()
         if not self._waiting:
-            raise ShardcError(
-                "no backward was called since the last update: the current gradients are used already",
-                where="engine.update",
-                fix="engine.backward(batch) and then engine.update(), or engine.step(batch), which does both",
-            )
+            fault = "no backward was called since the last update: the current gradients are used already"
+            fix = "engine.backward(batch) and then engine.update(), or engine.step(batch), which does both"
+            raise ShardcError(fault, where="engine.update", fix=fix)
         self._checks.call("an update")
         self._update()
 
@@ -473,9 +471,8 @@ class Engine:
         with self.mesh.together("setting options"):
             engine_options.check_settable(Engine, options)
             changed = {**self._options, **options}
-            engine_options.check(
-                seed=0, **{n: changed[n] for n in (*engine_options.SETTABLE, "optimizer", "scheduler")}
-            )
+            checked = (*engine_options.SETTABLE, "optimizer", "scheduler")
+            engine_options.check(seed=0, **{n: changed[n] for n in checked})
             self._check_nothing_waits("engine.set")
             same, settable = "set the same value on all ranks", {n: changed[n] for n in engine_options.SETTABLE}
             facts = (stated(n, x, where="engine.set", fix=same) for n, x in settable.items())
@@ -617,6 +614,11 @@ class Engine:
         return self._optimizer_half.norm
 
     @property
+    def updated(self) -> bool:
+        """Whether the last step updated anything: not if its loss or gradient was nan or inf, and it was left out."""
+        return self._optimizer_half.updated
+
+    @property
     def consistent(self) -> bool:
         """Whether all of the state belongs to the same step. False after an error in an update or a load."""
         return self._optimizer_half.consistent
@@ -652,16 +654,12 @@ class Engine:
         return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {kind}, {self.step_count} steps done>"
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        fix = (
-            "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) can be called "
-            "like a model"
-        )
+        fix = "engine.step(batch) trains, engine.evaluate(batch) evaluates"
+        fix += "; program.module(model) can be called like a model"
         raise ShardcError("an engine cannot be called", where="engine(...)", fix=fix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardcError(
-            "an engine of one rank of a running world can be neither pickled nor copied",
-            where="copy or pickle of an engine",
-            fix="engine.save(folder), or engine.full_state_dict(), the whole model's weights; for an average of "
-            "weights: your own tensors beside engine.params, or copy.deepcopy(program.module(model))",
-        )
+        fix = "engine.save(folder), or engine.full_state_dict(), the whole model's weights; for an average of weights:"
+        fix += " your own tensors beside engine.params, or copy.deepcopy(program.module(model))"
+        fault = "an engine of one rank of a running world can be neither pickled nor copied"
+        raise ShardcError(fault, where="copy or pickle of an engine", fix=fix)

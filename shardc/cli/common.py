@@ -6,6 +6,7 @@ No command imports torch when its module is loaded, so that `shardc --help` is q
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -43,6 +44,19 @@ EVERY = 5.0
 LATE = 10.0
 
 
+def json_text(value: Any, **options: Any) -> str:
+    """Return a value as JSON. nan and inf, which JSON does not have, become null: strict readers stop at them."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(x) for name, x in value.items()}
+    return [_finite(x) for x in value] if isinstance(value, (list, tuple)) else value
+
+
 @contextmanager
 def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
     """Yield a function that prints results on stdout. Print a ShardcError, and exit with status 2.
@@ -56,7 +70,7 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
         if callable(shown):
             shown = shown()
         if shown is not None and shown != "":
-            stdout.write(f"{json.dumps(shown) if as_json else shown.rstrip(chr(10))}\n")
+            stdout.write(f"{json_text(shown) if as_json else shown.rstrip(chr(10))}\n")
             stdout.flush()
 
     try:

@@ -166,7 +166,12 @@ class Ranks:
         self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
             fault = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
-            raise ShardcError(fault, where="--nproc", fix="change --mesh, or leave --nproc out")
+            where, fix = "--nproc", "change --mesh, or leave --nproc out"
+            if self.joined:
+                from shardc.runtime.launch import LEFT_OVER
+
+                where, fix = "WORLD_SIZE", f"change --mesh, or start {program.mesh.world} processes; or {LEFT_OVER}"
+            raise ShardcError(fault, where=where, fix=fix)
         if not self._ref:
             raise ShardcError(
                 "this artifact has no name of the model file it was compiled from",
@@ -184,7 +189,7 @@ class Ranks:
         if not is_artifact(self.named.model):
             artifact = self.folder / "program"
             self._program.save(artifact)
-        elif os.environ.get("LOCAL_RANK", "0") == "0":
+        elif not self.joined or os.environ.get("LOCAL_RANK", "0") == "0":
             if not self.named.model_file and (file := model_file.path_of(self._ref)):
                 console.print(f"importing {file}, which {artifact} names; --model FILE imports another", markup=False)
             for subject, place in (writes or {}).items():

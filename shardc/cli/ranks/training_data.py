@@ -72,6 +72,8 @@ class Batches:
             seed_everything(self._seed, self.epoch, *self._part)
         if self._read and isinstance(self._source, Iterator):
             self._source = self._make()
+        elif isinstance(self._source, Loader) and self._source.name is None:  # held-out data: the same each time
+            self._source.restart()
         self._read = True
         return iter(self._source)
 
