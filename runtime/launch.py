@@ -89,9 +89,8 @@ def join_slurm() -> None:
                 check=True,
             )
         except (OSError, KeyError, subprocess.CalledProcessError) as e:
-            raise ShardcError(
-                f"the step's first node is unknown: {e}", where="Slurm", fix="set MASTER_ADDR to its name before srun"
-            ) from e
+            fault, fix = f"the step's first node is unknown: {e}", "set MASTER_ADDR to its name before srun"
+            raise ShardcError(fault, where="Slurm", fix=fix) from e
         env["MASTER_ADDR"] = nodes.stdout.split()[0]
     env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", "0"))) % 20000))
     tasks = env.get(

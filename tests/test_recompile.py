@@ -126,7 +126,9 @@ def test_a_module_takes_no_parts_that_lack_rows() -> None:
     def work(mesh: LoopbackMesh) -> None:
         p.module(model(), mesh=mesh)(**kept(1, range(12 * mesh.rank, 12 * mesh.rank + 12)))
 
-    with pytest.raises(shardc.ShardcError, match="number of rows in the part of the batch differs(?s:.*)of the dataset"):
+    with pytest.raises(
+        shardc.ShardcError, match=r"number of rows in the part of the batch differs(?s:.*)of the dataset"
+    ):
         loopback(p.mesh, work)
 
 

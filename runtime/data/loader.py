@@ -231,7 +231,9 @@ class Loader:
             raise ShardcError("a DataLoader is not a dataset", where=self.where, fix=fix)
         if isinstance(data, Mapping):
             datasets = [name for name, x in data.items() if not isinstance(x, Tensor)]
-            fix = f"pass one of its entries, such as {datasets[0]!r}" if datasets else "pass a dataset of single samples"
+            fix = (
+                f"pass one of its entries, such as {datasets[0]!r}" if datasets else "pass a dataset of single samples"
+            )
             raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=fix)
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return False

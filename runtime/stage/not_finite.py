@@ -57,8 +57,8 @@ def skips_loss(
 ) -> bool:
     """Return whether a step with this global loss, 0-dim, updates nothing.
 
-    Reads the loss on the host, unless action is "ignore". values: per microbatch {placeholder: value}. counted: computes
-    the number of things that the loss is a mean over, if it is known. Raises NotFiniteError for "stop", on all ranks.
+    Reads the loss on the host, unless action is "ignore". values: per microbatch {placeholder: value}. counted: computes the
+    number of things that the loss is a mean over, if it is known. Raises NotFiniteError for "stop", on all ranks.
     """
     if action == "ignore" or math.isfinite(float(loss)):
         return False

@@ -90,10 +90,8 @@ def _padded(
     for x, leaf in _inputs_in(program, batch):
         d = length_dim[x.path]
         if x.path not in fill and isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == length != size:
-            fault = (
-                f"its dim {d} has the batch's length, {length}, which is padded to {size}, but it has no number "
-                "to pad with"
-            )
+            fault = f"its dim {d} has the batch's length, {length}, which is padded to {size}, but it has no number "
+            fault += "to pad with"
             raise ShardcError(fault, where=name_of(x.path), fix=f"write batch: {{pad: {{{name_of(x.path)}: ...}}}}")
 
     def longer(path: Path, leaf: Any) -> Any:
@@ -125,7 +123,7 @@ def joined_parts(program: Program, mesh: Any, batch: Any) -> Any:
         part = outputs.gathered(replace(program, outputs=(o,)), mesh, {x.name: torch.cat([part, filling], d)})[x.name]
         filled = [torch.arange(max(counts)) < n for n in counts]
         rows = Layout(tuple((a, replace(s, dim=0)) for a, s in layout.shards() if s.dim == d))
-        kept = rows.join(lambda coords, filled=filled: filled[program.mesh.rank(coords)], program.mesh)
+        kept = rows.join(lambda c, filled=filled: filled[program.mesh.rank(c)], program.mesh)  # type: ignore[misc]
         whole[x.path] = part.index_select(d, kept.nonzero().flatten().to(part.device))
     return mapped(batch, (), lambda path, leaf: whole.get(path, leaf))
 

@@ -74,9 +74,9 @@ class Evaluation:
             self._model.mesh.note(NO_DIVISOR)
         elif any(LOSS in d.several for d in divisors.values()):
             self._model.mesh.note(SEVERAL_DIVISORS)
-        if "loss" in (values := means.values()) and not means.counted("loss"):
+        if "loss" in (of_all := means.values()) and not means.counted("loss"):
             self._model.mesh.note(f"the loss of these batches is nan: {NOTHING}")
-        return values
+        return of_all
 
     @torch.no_grad()
     def _run(

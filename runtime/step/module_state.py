@@ -38,23 +38,19 @@ class ModuleState(nn.Module):
         Raises ShardcError for whole weights if this rank has parts, for slices of another rank, and for `assign`.
         """
         if assign:
-            raise ShardcError(
-                "the program uses its own parameters, and this would replace them",
-                where="module.load_state_dict(..., assign=True)",
-                fix="leave assign out: then values are written into the parameters",
-            )
+            fault = "the program uses its own parameters, and this would replace them"
+            fix = "leave assign out: then values are written into the parameters"
+            raise ShardcError(fault, where="module.load_state_dict(..., assign=True)", fix=fix)
         parts = dict(self.named_parameters(remove_duplicate=False))
         if marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
             parts = {}  # its marks say what it has
         split = [n for n, x in state_dict.items() if n in parts and isinstance(x, Tensor) and x.shape != parts[n].shape]
         program = self._running.program
         if whole := [n for n in split if tuple(state_dict[n].shape) == program.param(n).shapes[n]]:
-            raise ShardcError(
-                f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
-                f" {list(parts[whole[0]].shape)} ({len(whole)} such)",
-                where=f"module.load_state_dict: {whole[0]}",
-                fix="make the module from whole weights, which it shards: program.module(model, weights=state_dict)",
-            )
+            fault = f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
+            fault += f" {list(parts[whole[0]].shape)} ({len(whole)} such)"
+            fix = "make the module from whole weights, which it shards: program.module(model, weights=state_dict)"
+            raise ShardcError(fault, where=f"module.load_state_dict: {whole[0]}", fix=fix)
         return super().load_state_dict(state_dict, strict)
 
     def save(

@@ -75,9 +75,8 @@ def _measure(which: str | None, output: Path | None, processes: int | None, on: 
     from shardc.cost.measured.measure import Kind, measure
 
     if which not in (None, *MEASURED):
-        raise ShardcError(
-            f"only this machine can be measured, not {which!r}", where="--measure", fix="shardc device cpu --measure"
-        )
+        fault, fix = f"only this machine can be measured, not {which!r}", "shardc device cpu --measure"
+        raise ShardcError(fault, where="--measure", fix=fix)
     if which == "cuda" and not torch.cuda.is_available():
         raise ShardcError("torch finds no GPU here", where="--measure", fix="shardc device cpu --measure")
     device = measure(cast(Kind | None, which), on, processes)

@@ -234,7 +234,7 @@ def data(split):
 
 
 def test_a_run_with_bad_samples_that_goes_back(folder: Path) -> None:
-    """Rows that a collate function leaves out, an update that is skipped, an older checkpoint, the last held-out loss."""
+    """Rows that collate leaves out, a skipped update, an older checkpoint, the last held-out loss."""
     (folder / "model.py").write_text(HOLES)
     options = ("--steps", "4", "--nonfinite", "skip", "--save", "a", "--save-every", "1", "--keep", "9", "--log", "log")
     common = ("run", "model.py", "spec.yaml", *options)
@@ -249,7 +249,9 @@ def test_a_run_with_bad_samples_that_goes_back(folder: Path) -> None:
     assert "NaN" not in alone + again + done.stdout + (folder / "log" / "summary.json").read_text()
     first, second = ([json.loads(line) for line in text.splitlines()] for text in (alone, again))
     assert [x["step"] for x in second] == [1, 2, 3, 4]
-    assert [x.get("updated", True) for x in first] == [x.get("updated", True) for x in second] == [True, True, False, True]
+    assert (
+        [x.get("updated", True) for x in first] == [x.get("updated", True) for x in second] == [True, True, False, True]
+    )
     assert second[:2] == first[:2]
     assert [x["loss"] for x in second[2:]] == [None, pytest.approx(first[3]["loss"], rel=1e-5)]
     summary = json.loads(done.stdout)
@@ -268,7 +270,7 @@ def test_variables_that_another_job_left_behind(folder: Path) -> None:
     meeting = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for more, text in (
         (left, "the environment has RANK=3, but not MASTER_ADDR, MASTER_PORT"),
-        (meeting, "has 2 ranks, not 4"),
+        (meeting, "the mesh has 2 ranks (dp=1 × tp=2), and the world has 4"),
     ):
         done = warm.run(*args, cwd=folder, env={"WORLD_SIZE": "4", **more})
         assert done.returncode == 2, done.stderr

@@ -160,24 +160,24 @@ class Ranks:
 
     def program(self, *, as_compiled: bool = True) -> Program:
         """Return the program for these ranks. as_compiled: as in `program_of`."""
+        from shardc.runtime.launch import LEFT_OVER
+
         world = int(os.environ["WORLD_SIZE"]) if self.joined else self.nproc
-        self._program = program = program_of(self.named, world=world, as_compiled=as_compiled)
+        try:
+            self._program = program = program_of(self.named, world=world, as_compiled=as_compiled)
+        except ShardcError as e:
+            if self.joined and "the world has" in e.what:
+                raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; or {LEFT_OVER}") from None
+            raise
         named = self.named.model_file
         self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
             fault = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
-            where, fix = "--nproc", "change --mesh, or leave --nproc out"
-            if self.joined:
-                from shardc.runtime.launch import LEFT_OVER
-
-                where, fix = "WORLD_SIZE", f"change --mesh, or start {program.mesh.world} processes; or {LEFT_OVER}"
-            raise ShardcError(fault, where=where, fix=fix)
+            raise ShardcError(fault, where="--nproc", fix="change --mesh, or leave --nproc out")
         if not self._ref:
-            raise ShardcError(
-                "this artifact has no name of the model file it was compiled from",
-                where=self.named.model,
-                fix="name it with --model, or compile it with `shardc compile -o DIR`",
-            )
+            fault = "this artifact has no name of the model file it was compiled from"
+            fix = "name it with --model, or compile it with `shardc compile -o DIR`"
+            raise ShardcError(fault, where=self.named.model, fix=fix)
         return program
 
     def job(self, run: Run, writes: Mapping[str, str] | None = None, **work: Any) -> Job:

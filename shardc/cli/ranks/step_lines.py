@@ -67,7 +67,14 @@ class StepLines:
     """
 
     def __init__(
-        self, steps: int, out: TextIO | None, log: Path | None, *, append: bool, begun: int = 0, tensorboard: bool = False
+        self,
+        steps: int,
+        out: TextIO | None,
+        log: Path | None,
+        *,
+        append: bool,
+        begun: int = 0,
+        tensorboard: bool = False,
     ) -> None:
         self.steps, self._out, self._skipped = steps, out, 0
         self._begun = self._next = time.perf_counter()

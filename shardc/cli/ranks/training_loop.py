@@ -34,7 +34,9 @@ from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
 SAY_AFTER = 10.0  # seconds between two reports on an evaluation
-AT_ONCE = 0.5  # seconds in which signals are one: a service manager sends it to all processes, and `launch` passes it on
+AT_ONCE = (
+    0.5  # seconds in which signals are one: a service manager sends it to all processes, and `launch` passes it on
+)
 
 
 class Interrupted(Exception):
@@ -257,9 +259,9 @@ class Training:
     def _agree(self, state: bool) -> list[int]:
         """Return the states of all ranks, and note the signals that came to any of them. Collective."""
         states = [0] * self.engine.mesh.layout.world
-        states[self.engine.mesh.rank] = int(state)
-        asked = self.signals.saves if self.settings.save else 0
-        *states, stop, saves = self.engine.mesh.sum_on_host([*states, self.signals.seen, asked - self.heeded])
+        states[self.engine.mesh.rank], asked = int(state), self.signals.saves if self.settings.save else 0
+        sums: list[int] = self.engine.mesh.sum_on_host([self.signals.seen, asked - self.heeded, *states])
+        stop, saves, *states = sums
         self.heeded, self.stopped, self.save_requested = asked, bool(stop), self.save_requested or saves > 0
         return states
 

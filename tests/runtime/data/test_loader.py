@@ -688,8 +688,10 @@ def test_a_sample_that_is_none_is_named() -> None:
     (loader,) = loaders(program, Holes(B * 2), shuffle=False)
     with pytest.raises(ShardcError, match=r"sample 5 is None \(2 of the 8 of a batch are\)"):
         list(loader)
-    filtering = loaders(compiled({"dp": 8}), Holes(B), shuffle=False, collate_fn=lambda s: collated([x for x in s if x]))
-    with pytest.raises(ShardcError, match="sample 5 is None: none is left of (?s:.*)another sample in its place"):
+    filtering = loaders(
+        compiled({"dp": 8}), Holes(B), shuffle=False, collate_fn=lambda s: collated([x for x in s if x])
+    )
+    with pytest.raises(ShardcError, match=r"sample 5 is None: none is left of (?s:.*)another sample in its place"):
         list(filtering[5])
     (whole_again,) = loaders(
         program,

@@ -155,7 +155,9 @@ def test_labels_that_are_all_ignored_are_named(capsys: pytest.CaptureFixture[str
 
         def work(mesh: LoopbackMesh, program: Any = program) -> Engine:
             engine = Engine(program, model, adam(), mesh=mesh, nonfinite="stop")
-            with pytest.raises(NotFiniteError, match="all labels of the batch are ignored(?s:.*)leave such batches out"):
+            with pytest.raises(
+                NotFiniteError, match=r"all labels of the batch are ignored(?s:.*)leave such batches out"
+            ):
                 engine.step(none)
             assert engine.evaluate_all([none, some])["loss"] == float(engine.evaluate(some))
             assert engine.evaluate_all([none])["loss"] != engine.evaluate_all([none])["loss"]
