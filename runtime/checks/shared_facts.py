@@ -160,9 +160,8 @@ class SameRows:
         self._left = self._left - 1 if same else 0
         if same and not self._left:
             note(
-                f"{self.RUNNING} times in a row all ranks got the same rows: a step then has fewer rows. Pass "
-                "each rank "
-                "its own: .local(batch) of a global batch, engine.loader(dataset), or your own sampler"
+                f"{self.RUNNING} times in a row all ranks got the same rows: a step then has fewer rows. Pass each rank"
+                " its own: .local(batch) of a global batch, engine.loader(dataset), or your own sampler"
             )
 
 

@@ -62,14 +62,8 @@ class Loader:
         size = None if self._is_stream() else len(dataset)
         # a separate object, not this one: DataLoader holds its sampler, and workers only end at once if there is no
         # reference cycle
-        self.order = Order(
-            size,
-            self.batch_size,
-            self._samples(),
-            size is not None if shuffle is None else shuffle,
-            seed,
-            rest=not drop_last,
-        )
+        shuffled = size is not None if shuffle is None else shuffle
+        self.order = Order(size, self.batch_size, self._samples(), shuffled, seed, rest=not drop_last)
         self._check(drop_last, num_workers, options)
         self._collate = collate_fn or default_collate
         # the workers' seeds come from a separate generator: the process's is unchanged
@@ -159,17 +153,14 @@ class Loader:
             layout = Layout(tuple((a, s) for a, s in x.layout.shards() if s.dim != self._dims[x.name]))
             if layout.items:
                 cuts[x.path] = layout
-        return (
-            mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf)
-            if cuts
-            else part
-        )
+        if not cuts:
+            return part
+        return mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf)
 
     def _local(self, layout: Layout, leaf: Any) -> Any:
         fits = isinstance(leaf, Tensor) and not layout.problem(leaf.shape, self.program.mesh)
-        return (
-            layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
-        )  # the engine's step reports what does not fit
+        # the engine's step reports what does not fit
+        return layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
 
     # --- options, and whether they go together
 
@@ -231,10 +222,8 @@ class Loader:
             raise ShardcError("a DataLoader is not a dataset", where=self.where, fix=fix)
         if isinstance(data, Mapping):
             datasets = [name for name, x in data.items() if not isinstance(x, Tensor)]
-            fix = (
-                f"pass one of its entries, such as {datasets[0]!r}" if datasets else "pass a dataset of single samples"
-            )
-            raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=fix)
+            one = f"one of its entries, such as {datasets[0]!r}" if datasets else "a dataset of single samples"
+            raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=f"pass {one}")
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return False
         if not hasattr(data, "__iter__"):

@@ -129,9 +129,7 @@ class Stream(IterableDataset[Any]):
     def _parts(self) -> Iterator[Any]:
         state = _State()
         with _draws((self.seed, 3, self.epoch), state):
-            if hasattr(
-                self.dataset, "set_epoch"
-            ):  # as torch's distributed samplers and Hugging Face's datasets have it
+            if hasattr(self.dataset, "set_epoch"):  # torch's distributed samplers and Hugging Face's datasets have it
                 self.dataset.set_epoch(self.epoch)
             stream = iter(self.dataset)
             next(itertools.islice(stream, self.consumed, self.consumed), None)  # skip
@@ -162,9 +160,8 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
     except Exception as e:
         none = [n for n, x in zip(numbers, samples, strict=True) if x is None]
         if none:
-            fault = f"sample {none[0]} is None" + (
-                f" ({len(none)} of the {len(samples)} of a batch are)" if none[1:] else ""
-            )
+            several = f" ({len(none)} of the {len(samples)} of a batch are)" if none[1:] else ""
+            fault = f"sample {none[0]} is None{several}"
             fix = "return a sample for every number, leave it out of the dataset, or drop it in a collate function"
             if len(none) == len(samples) and collate is not default_collate:
                 fault += ": none is left of this rank's part of the batch"

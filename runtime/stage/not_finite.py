@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -36,10 +36,7 @@ _FLOAT16 = (
 _NAMED = 3  # parameters that an error names
 #: Why a mean is nan whose divisor, computed from the batch, is 0.
 NOTHING = "it is a mean over nothing, as all labels of the batch are ignored, or have weight 0"
-_FIX_NOTHING = (
-    "leave such batches out of the data, divide by at least 1 in the loss, or skip their updates (nonfinite='skip',"
-    " --nonfinite skip)"
-)
+FIX_NOTHING = "leave such batches out of the data, divide by at least 1 in the loss, or skip them (--nonfinite skip)"
 
 
 class NotFiniteError(ShardcError):
@@ -47,27 +44,19 @@ class NotFiniteError(ShardcError):
 
 
 def skips_loss(
-    action: Action,
-    loss: Tensor,
-    interpreter: Interpreter,
-    values: Sequence[Mapping[str, Any]],
-    *,
-    step: int,
-    counted: Callable[[], float | None],
+    action: Action, loss: Tensor, interpreter: Interpreter, values: Sequence[Mapping[str, Any]], *, step: int
 ) -> bool:
     """Return whether a step with this global loss, 0-dim, updates nothing.
 
-    Reads the loss on the host, unless action is "ignore". values: per microbatch {placeholder: value}. counted: computes the
-    number of things that the loss is a mean over, if it is known. Raises NotFiniteError for "stop", on all ranks.
+    Reads the loss on the host, unless action is "ignore". values: per microbatch {placeholder: value}. Raises
+    NotFiniteError for "stop", on all ranks.
     """
     if action == "ignore" or math.isfinite(float(loss)):
         return False
     if action == "skip":
         return True
-    fault = f"the loss of step {step} is {float(loss)}"
-    if counted() == 0:
-        raise NotFiniteError(f"{fault}: {NOTHING}", where=f"step {step}", fix=_FIX_NOTHING)
     where = first_not_finite(interpreter, values)
+    fault = f"the loss of step {step} is {float(loss)}"
     fault += f"; {where} is the first result that is not finite" if where else ""
     raise NotFiniteError(fault, where=f"step {step}", fix=_fix(interpreter.program))
 

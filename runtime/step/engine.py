@@ -212,10 +212,8 @@ class Engine:
         """
         if self._waiting and not self._noted_replaced:
             self._noted_replaced = True
-            self.mesh.note(
-                "engine.backward was called twice without engine.update between: gradients are replaced, not "
-                "added up; to accumulate, write batch: {microbatches: n}"
-            )
+            twice = "engine.backward was called twice without engine.update between: gradients are replaced, not added"
+            self.mesh.note(f"{twice} up; to accumulate, write batch: {{microbatches: n}}")
         result = self._backward(batch, local=local, gather=gather, early=False)
         self._waiting = True
         self._checks.gradients(user_reads=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.stage import not_finite
 from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.not_finite import NotFiniteError
 from shardc.runtime.stage.run import Values
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
@@ -113,15 +113,16 @@ class Update:
     def check_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
         """Decide whether this step updates anything. Loss scaling checks the gradients instead."""
         step = self.model.rng.step + 1
-        counted = partial(self._counted, interpreter, values)
-        self._skipping = self.scaler is None and not_finite.skips_loss(
-            self._nonfinite, loss, interpreter, values, step=step, counted=counted
-        )
-
-    def _counted(self, interpreter: Interpreter, values: Values) -> float | None:
-        """Return the number of things that the loss of a batch is a mean over; None if unknown. Collective."""
-        divisor = MeanDivisors(interpreter.program).of(self.model.mesh, values).get(LOSS)
-        return divisor.value if divisor is not None else None
+        try:
+            self._skipping = self.scaler is None and not_finite.skips_loss(
+                self._nonfinite, loss, interpreter, values, step=step
+            )
+        except NotFiniteError as e:
+            divisor = MeanDivisors(interpreter.program).of(self.model.mesh, values).get(LOSS)
+            if divisor is None or divisor.value:
+                raise
+            fault = f"the loss of step {step} is {float(loss)}: {not_finite.NOTHING}"
+            raise NotFiniteError(fault, where=e.where, fix=not_finite.FIX_NOTHING) from e
 
     def replace_buffers(self, new: Mapping[str, Tensor]) -> None:
         """Replace buffers by their new values, unless the step is left out."""

@@ -6,7 +6,6 @@ No command imports torch when its module is loaded, so that `shardc --help` is q
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -46,15 +45,7 @@ LATE = 10.0
 
 def json_text(value: Any, **options: Any) -> str:
     """Return a value as JSON. nan and inf, which JSON does not have, become null: strict readers stop at them."""
-    return json.dumps(_finite(value), allow_nan=False, **options)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(x) for name, x in value.items()}
-    return [_finite(x) for x in value] if isinstance(value, (list, tuple)) else value
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), **options)
 
 
 @contextmanager

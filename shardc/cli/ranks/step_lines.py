@@ -73,8 +73,8 @@ class StepLines:
         log: Path | None,
         *,
         append: bool,
-        begun: int = 0,
         tensorboard: bool = False,
+        begun: int = 0,
     ) -> None:
         self.steps, self._out, self._skipped = steps, out, 0
         self._begun = self._next = time.perf_counter()

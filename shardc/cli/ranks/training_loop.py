@@ -34,9 +34,7 @@ from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
 SAY_AFTER = 10.0  # seconds between two reports on an evaluation
-AT_ONCE = (
-    0.5  # seconds in which signals are one: a service manager sends it to all processes, and `launch` passes it on
-)
+AT_ONCE = 0.5  # seconds in which signals are one: a service manager sends it to all processes, `launch` passes it on
 
 
 class Interrupted(Exception):
@@ -110,7 +108,8 @@ class Training:
         stream = iter(self.train)
         self.engine.mesh.waits.on = bool(self.settings.log)
         for _ in range(0 if self.train.resumes else self.engine.step_count):
-            next(stream)  # skip batches from before the checkpoint; a loader restores its position
+            if not self.signals.seen:
+                next(stream)  # skip batches from before the checkpoint; a loader restores its position
         while self.engine.step_count < self.settings.steps:
             batch = self._next(stream)
             start, lr = time.perf_counter(), self.engine.lr
@@ -239,15 +238,13 @@ class Training:
         self.waited = time.perf_counter() - began
         with self._save_on_failure(f"synchronizing before step {self.engine.step_count + 1}"):
             failed = self._agree(problem is not None)
-        if self.stopped or any(failed):
-            self._read()  # before a rank ends, and the launcher ends all others
         if self.stopped:
             self._interrupt()
         if any(failed):
-            rank = self.engine.mesh.rank
+            self._read()  # before a rank ends, and the launcher ends all others
             saved = self._save_and_describe()
             if problem is not None:
-                place = self.engine.mesh.layout.named(rank)
+                place = self.engine.mesh.layout.named(self.engine.mesh.rank)
                 message = f"{place} failed in data(), after step {self.engine.step_count}: {saved}"
                 print(message, file=sys.stderr, flush=True)
                 raise problem
@@ -267,6 +264,7 @@ class Training:
 
     def _interrupt(self) -> NoReturn:
         """End the run, after a save, because a signal came to some rank."""
+        self._read()
         number = self.signals.seen or signal.SIGTERM
         after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
         raise Interrupted(number, f"{after}: {self._save_and_describe()}")
@@ -366,10 +364,8 @@ class Training:
                 self._save_in_background()
             if (now := time.perf_counter()) - last_report > SAY_AFTER:
                 last_report = now
-                self.lines.say(
-                    f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
-                    " reads the first N)"
-                )
+                read = f"held-out data: {number} batches in {now - began:.0f} s"
+                self.lines.say(f"{read}, and it has not ended (--eval-batches N reads the first N)")
             yield batch
 
     def last_held_out(self) -> dict[str, float]:

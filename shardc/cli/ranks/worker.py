@@ -91,9 +91,8 @@ def run(job: Job) -> dict[str, Any]:
     first = engine.mesh.rank == 0
     out = sys.stdout if first and not job.quiet else None
     log = Path(settings.log) if first and settings.log else None
-    lines = StepLines(
-        settings.steps, out, log, append=not job.overwrite, begun=engine.step_count, tensorboard=settings.tensorboard
-    )
+    append, begun = not job.overwrite, engine.step_count
+    lines = StepLines(settings.steps, out, log, append=append, tensorboard=settings.tensorboard, begun=begun)
     begin_from = (
         [
             f"weights: those of {job.resume}",
@@ -107,7 +106,7 @@ def run(job: Job) -> dict[str, Any]:
     lines.say(header(program, engine, train.description, held_out_data, settings.steps, begin_from))
     training = Training(settings, engine, train, valid, lines, signals)
     collect_as_usual()
-    begun, begin = engine.step_count, time.perf_counter()
+    begin = time.perf_counter()
     with contextlib.closing(lines):
         losses = training.run()
         seconds = time.perf_counter() - begin
