@@ -226,6 +226,7 @@ def launch(
                     ranks.append(p)
             culprit = _watch(ranks, live, stops)
             if culprit is None and stops:
+                # not their DataLoaders' workers, which read the batches until the ranks have agreed to stop
                 _signal(ranks, stops[0], patience, second_signal)
                 return 128 + stops[0]
             if culprit is None:
@@ -294,12 +295,12 @@ def _report(rank: int, code: int | None, mesh: Mesh, doing: str) -> None:
 
 
 def _signal(
-    ranks: list[subprocess.Popen[bytes]], number: int, patience: float, enough: Callable[[], bool] = lambda: False
+    ranks: list[subprocess.Popen[bytes]], number: int, patience: float, enough: Callable[[], bool] | None = None
 ) -> None:
-    """Signal each rank and its processes; wait until they are gone, at most `patience` seconds or until `enough`."""
+    """Signal each rank, and its processes unless it may go on until `enough`; wait at most `patience` seconds."""
     for p in ranks:
         with contextlib.suppress(ProcessLookupError):  # its session is empty
-            os.killpg(p.pid, number)
+            (os.killpg if enough is None else os.kill)(p.pid, number)
     deadline = time.monotonic() + patience
-    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline and not enough():
+    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline and not (enough and enough()):
         time.sleep(POLL)

@@ -132,15 +132,9 @@ def progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str, int,
     """
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(30),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    ) as bar:
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn()
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(doing, total=None)
         started = printed = time.monotonic()
 

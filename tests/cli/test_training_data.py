@@ -96,8 +96,11 @@ def test_held_out_parts_of_equal_length_are_read_to_their_end(local: bool) -> No
     assert held_out([3, 3], local) == [["batch 0", "batch 1", "batch 2"]] * 2
 
 
-def evaluation(settings: Run, seen: int, saves: int) -> list[tuple[Any, ...]]:
-    """What each of two ranks has read, held-out values, steps saved, and the end, if rank 1 gets signals at batch 2."""
+def evaluation(settings: Run, seen: int, saves: int, *, dies: bool = False) -> list[tuple[Any, ...]]:
+    """What each of two ranks has read, held-out values or the end, and steps saved, if rank 1 gets signals at batch 2.
+
+    dies: the workers that read its batches get them, too.
+    """
 
     def work(mesh: LoopbackMesh) -> tuple[Any, ...]:
         signals, read, saved = SimpleNamespace(seen=0, saves=0), list[int](), list[int]()
@@ -111,7 +114,9 @@ def evaluation(settings: Run, seen: int, saves: int) -> list[tuple[Any, ...]]:
 
         engine: Any = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=evaluate_all, saving=None)
         engine.save, engine.finish_save = lambda *_, **__: saved.append(engine.step_count), lambda: None
-        valid = Batches(list(range(40)), lambda: None, 0, local=False, description="")
+        ends = dies and mesh.rank == 1
+        read_by_workers = (1 // 0 if ends and i == 3 else i for i in range(40))
+        valid = Batches(read_by_workers, lambda: None, 0, local=False, description="")
         lines: Any = SimpleNamespace(say=print, add_held_out=lambda *_: None)
         training = Training(settings, engine, valid, valid, lines, signals)
         try:
@@ -124,7 +129,7 @@ def evaluation(settings: Run, seen: int, saves: int) -> list[tuple[Any, ...]]:
 
 
 def test_a_signal_ends_an_evaluation_on_all_ranks_and_no_mean_of_a_part_is_given() -> None:
-    for read, end, saved in evaluation(Run(save="out"), signal.SIGTERM, 0):
+    for read, end, saved in (x for dies in (False, True) for x in evaluation(Run(save="out"), 15, 0, dies=dies)):
         assert read == 3
         assert end == "stopped by SIGTERM after step 3: saved to out; continue with --resume out"
         assert saved == [3]
@@ -133,6 +138,24 @@ def test_a_signal_ends_an_evaluation_on_all_ranks_and_no_mean_of_a_part_is_given
 def test_a_checkpoint_that_is_asked_for_in_an_evaluation_is_written_there() -> None:
     for read, values, saved in evaluation(Run(save="out"), 0, 2):
         assert (read, values, saved) == (40, {"loss": sum(range(40))}, [3])
+
+
+def test_held_out_batches_are_the_same_each_time_and_are_read_once_for_a_step() -> None:
+    model, rows = torch.nn.Linear(4, 4).double(), Rows()
+    program = shardc.compile(
+        model, {"input": rows.x[:4]}, {"shardc": 1}, loss=lambda y, _: y.square().mean(), prove=False
+    )
+    engine = program.engine(model)
+    valid = batches(engine, SimpleNamespace(data=lambda split: rows, collate=None), "valid", 0)
+    assert valid is not None
+    signals: Any = SimpleNamespace(seen=0)
+    losses = []
+    for _ in range(2):
+        training = Training(Run(eval_batches=1), engine, valid, valid, SimpleNamespace(), signals)  # type: ignore[arg-type]
+        losses.append(training.held_out())
+        training.valid = example(SimpleNamespace(ref="", batch={"input": rows.x[8:12]}), 0)
+        assert training.held_out() == losses[-1]
+    assert losses[0] == losses[1]
 
 
 def test_two_signals_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:

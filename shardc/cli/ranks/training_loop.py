@@ -24,7 +24,7 @@ from shardc.cli.ranks.step_metrics import Meter, timed_ops
 from shardc.cli.ranks.training_data import Batches
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
-from shardc.runtime.mesh.agreement import DisagreementError, differ
+from shardc.runtime.mesh.agreement import SAME_BATCH, DisagreementError, differ
 from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.mesh.watch import RankFailedError, print_line
 from shardc.runtime.stage.not_finite import NotFiniteError
@@ -82,6 +82,7 @@ class Training:
     save_requested: bool = False  # SIGUSR1 requested a checkpoint of this step
     heeded: int = 0  # requests for a checkpoint that came to this rank, as far as all ranks know of them
     skipped: int = 0  # updates that were left out, of the steps whose numbers were read
+    evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step with held-out values, and these
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps whose numbers were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
@@ -253,10 +254,10 @@ class Training:
             raise RankFailedError(fault, where="data", fix="see the error of that rank")
         return batch
 
-    def _agree(self, state: bool) -> list[int]:
+    def _agree(self, state: int) -> list[int]:
         """Return the states of all ranks, and note the signals that came to any of them. Collective."""
         states = [0] * self.engine.mesh.layout.world
-        states[self.engine.mesh.rank], asked = int(state), self.signals.saves if self.settings.save else 0
+        states[self.engine.mesh.rank], asked = state, self.signals.saves if self.settings.save else 0
         sums: list[int] = self.engine.mesh.sum_on_host([self.signals.seen, asked - self.heeded, *states])
         stop, saves, *states = sums
         self.heeded, self.stopped, self.save_requested = asked, bool(stop), self.save_requested or saves > 0
@@ -330,9 +331,12 @@ class Training:
                 print_line("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
             self.empty = True
             return {}
-        values, doing = dict[str, float](), f"the evaluation after step {self.engine.step_count}"
-        with self._save_on_failure(doing), suppress(NoBatchesError, _Stopped):  # reported below
+        step, values = self.engine.step_count, dict[str, float]()
+        if self.evaluated[0] == step:
+            return dict(self.evaluated[1])
+        with self._save_on_failure(f"the evaluation after step {step}"), suppress(NoBatchesError, _Stopped):
             values = self.engine.evaluate_all(self._held_out_batches(self.valid), local=self.valid.local)
+            self.evaluated = step, dict(values)
         if not values and not self.stopped and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
             print_line("note: data('valid') has no batch: there is no held-out loss (return None if none is intended)")
@@ -347,19 +351,24 @@ class Training:
         mesh, batches, end = self.engine.mesh, islice(valid.one_epoch(), self.settings.eval_batches or None), object()
         began = last_report = time.perf_counter()
         for number in count():
-            batch = next(batches, end)
-            having = self._agree(batch is not end)
+            batch, problem = end, None
+            try:
+                batch = next(batches, end)
+            except (Exception, SystemExit) as e:  # of the user's data(); or a signal has ended the workers that read
+                problem = e
+            let_workers_end()
+            having = self._agree(2 if problem is not None else batch is not end)
+            if self.stopped and any(having):
+                raise _Stopped
+            if problem is not None:
+                raise problem
             if any(having) and not all(having):
                 ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
                 fault = f"the held-out data of {ended} ended after {number} batches, but others have more"
                 fix = "make data(split, part, parts) return the same number of batches for every part"
-                if not valid.local:
-                    fix = "make data(split) return the same batches on every rank"
-                raise DisagreementError(fault, where="data", fix=fix)
+                raise DisagreementError(fault, where="data", fix=fix if valid.local else SAME_BATCH)
             if batch is end:
                 return
-            if self.stopped:
-                raise _Stopped
             if self.save_requested:
                 self._save_in_background()
             if (now := time.perf_counter()) - last_report > SAY_AFTER:

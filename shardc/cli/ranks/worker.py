@@ -93,15 +93,11 @@ def run(job: Job) -> dict[str, Any]:
     log = Path(settings.log) if first and settings.log else None
     append, begun = not job.overwrite, engine.step_count
     lines = StepLines(settings.steps, out, log, append=append, tensorboard=settings.tensorboard, begun=begun)
-    begin_from = (
-        [
-            f"weights: those of {job.resume}",
-            *["learning rates: the model file's, at its step"] * job.load["new_schedule"],
-            *["data: from its beginning"] * job.load["new_data"],
-        ]
-        if job.resume
-        else engine.weight_notes or [file.note] * bool(file.note)
-    )
+    begin_from = engine.weight_notes or [file.note] * bool(file.note)
+    if job.resume:
+        begin_from = [f"weights: those of {job.resume}"]
+        begin_from += ["learning rates: the model file's, at its step"] * job.load["new_schedule"]
+        begin_from += ["data: from its beginning"] * job.load["new_data"]
     held_out_data = valid.description if valid is not None else ""
     lines.say(header(program, engine, train.description, held_out_data, settings.steps, begin_from))
     training = Training(settings, engine, train, valid, lines, signals)
