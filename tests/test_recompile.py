@@ -220,7 +220,7 @@ def mean(output: Tensor, batch: Any) -> Tensor:
     return output.square().mean()
 
 
-def test_what_cannot_be_made_is_told(tmp_path: Any) -> None:
+def test_what_cannot_be_made_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net().double()
     p = shardc.compile(net, batch(0), {"shardc": 1, "mesh": {"dp": 2}})
     small, other = ({k: x[:n] for k, x in batch(0).items()} for n in (5, 7))
@@ -230,6 +230,10 @@ def test_what_cannot_be_made_is_told(tmp_path: Any) -> None:
         loopback(p.mesh, lambda mesh: p.engine(made, mesh=mesh).step(given))
 
     step(p, small)
+    with monkeypatch.context() as patch:
+        patch.setattr("shardc.recompile.MOST_SIZES", 1)
+        with pytest.raises(shardc.ShardcError, match="leave bad samples out of the dataset"):
+            step(p, other)
     for wrong in (
         {k: torch.cat([x, x]) for k, x in small.items() for _ in [0]} | {"ids": batch(0)["ids"]},
         {k: x.float() for k, x in small.items()},

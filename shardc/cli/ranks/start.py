@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import sys
@@ -62,6 +63,8 @@ def ranks(named: Named, nproc: int | None, weights: Path | None, watch: float | 
     a rank that the others wait for is named (shardc.runtime.mesh.presence).
     """
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
+    with suppress(ValueError):  # outside of the main thread
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request for a checkpoint, before there is anything to save
     lasting_output.install(report_loss=named.as_json or one_rank)  # else rank 0, which writes the lines, reports it
     with reporting(named.debug, named.as_json) as show:
         from shardc.runtime import launch
