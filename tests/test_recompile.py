@@ -120,16 +120,22 @@ def test_parts_that_lack_rows(sharded: dict[str, Any]) -> None:
         assert losses == pytest.approx(without_bad_rows(), rel=1e-12)
 
 
-def test_a_module_takes_no_parts_that_lack_rows() -> None:
+def test_parts_that_are_refused() -> None:
+    """A module takes no parts that lack rows; and a collate function that returns no batch differs on all ranks."""
     p = program({"dp": 2}, 0)
 
-    def work(mesh: LoopbackMesh) -> None:
+    def module(mesh: LoopbackMesh) -> None:
         p.module(model(), mesh=mesh)(**kept(1, range(12 * mesh.rank, 12 * mesh.rank + 12)))
 
-    with pytest.raises(
-        shardc.ShardcError, match=r"number of rows in the part of the batch differs(?s:.*)of the dataset"
+    def engine(mesh: LoopbackMesh) -> None:
+        p.engine(model(), mesh=mesh).step(kept(0, range(12)) if mesh.rank else None, local=True)
+
+    for work, text in (
+        (module, r"number of rows in the part of the batch differs(?s:.*)of the dataset"),
+        (engine, r"the inputs in the part of the batch differs(?s:.*)also where samples are left out"),
     ):
-        loopback(p.mesh, work)
+        with pytest.raises(shardc.ShardcError, match=text):
+            loopback(p.mesh, work)
 
 
 class Normed(nn.Module):

@@ -89,6 +89,7 @@ def loader_facts(order: Order) -> list[Fact]:
     ]
 
 
+_SAME_ENTRIES = "return the same entries on all ranks, from data() and collate, also where samples are left out"
 #: The name of a fact that parts need not share: a collate function may leave samples out of some.
 ROWS = "the number of rows in the part of the batch"
 
@@ -106,10 +107,9 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     for x in program.inputs:
         shards = [(part, s.dim) for axis, s in x.layout.shards() for part in mesh.digits(axis)]
         axes = tuple(a for a in mesh.names if a in dict(shards))
-        parts.setdefault(axes, [])
-        shape = list(tensors[x.path].shape) if x.path in tensors else []
-        if x.path in tensors:
-            parts[axes].append(tensors[x.path])
+        given = [tensors[x.path]] if x.path in tensors else []
+        parts.setdefault(axes, []).extend(given)
+        shape = list(given[0].shape) if given else []
         d, by_rows = dims[x.name], {part for part, dim in shards if dim == dims[x.name]}
         if d is not None and by_rows:  # the rest of the shape is the same on all ranks
             rows.append(shape[d : d + 1])
@@ -120,7 +120,7 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     lengths = "pad them to the same length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
     inputs = ", ".join(f"{name_of(path)} {x.dtype}" for path, x in tensors.items())
     return [
-        stated("the inputs in the part of the batch", inputs, where=where, fix=SAME_BATCH),
+        stated("the inputs in the part of the batch", inputs, where=where, fix=_SAME_ENTRIES),
         Fact("the length of the part of the batch", hashed(shapes), where=where, fix=lengths),
         stated(ROWS, rows, tuple(a for a in mesh.names if a in split_rows), where=where, fix=SAME_BATCH),
         *(Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()),
