@@ -34,7 +34,7 @@ from shardc.layer_names import layer_of
 from shardc.passes.joint.derivatives.record import is_view
 from shardc.passes.joint.memory import Sizes, shares_operand
 from shardc.runtime import ops
-from shardc.runtime.compiled.regions import IDENTITIES
+from shardc.runtime.compiled.region_calls import IDENTITIES
 from shardc.runtime.ops.factors import PRODUCTS
 from shardc.torch_private import OpOverload
 

@@ -19,7 +19,7 @@ from shardc.runtime.checks.optimizer_steps import SteppedOnce
 from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.mesh.agreement import Fact, stated
-from shardc.runtime.zero.optimizer_list import learning_rates
+from shardc.runtime.zero.several_optimizers import learning_rates
 
 
 class EngineChecks(Checks):

@@ -30,7 +30,7 @@ from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
 from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_check import check_sharded
-from shardc.runtime.zero.optimizer_list import class_of
+from shardc.runtime.zero.several_optimizers import class_of
 
 _SAME_LOSS = (
     "the module returns the loss of the whole batch, the same on all ranks: a factor or term computed from this rank's "

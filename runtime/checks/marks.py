@@ -30,7 +30,7 @@ from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import Fact, fingerprint, hashed
 from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.zero.flat_partition import FlatShard
-from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.zero.several_optimizers import members_of
 
 #: The mark's key in a state_dict.
 KEY = "shardc"

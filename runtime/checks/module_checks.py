@@ -19,7 +19,7 @@ from shardc.runtime.checks.loop_watch import LoopWatch
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
-from shardc.runtime.zero.optimizer_list import learning_rates
+from shardc.runtime.zero.several_optimizers import learning_rates
 from shardc.torch_private import current_backward
 
 _FIX_EVALUATE = (

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardc.errors import ShardcError
 from shardc.runtime.checks import tensor_parts
-from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.zero.several_optimizers import members_of
 
 
 class Observer(Protocol):

@@ -21,7 +21,7 @@ from shardc.runtime.mesh.agreement import (
     slots_of,
     stated,
 )
-from shardc.runtime.zero.optimizer_list import class_of, rates_text
+from shardc.runtime.zero.several_optimizers import class_of, rates_text
 
 
 def program_facts(program: Program, *, seed: int, **options: object) -> list[Fact]:

@@ -18,7 +18,7 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.metadata import CommRecord
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.step_context import StepContext
-from shardc.runtime.mesh.waits import Waits
+from shardc.runtime.mesh.wait_times import Waits
 
 Axes = tuple[str, ...]
 #: Numbers of rows for and from each rank; empty: equally many.

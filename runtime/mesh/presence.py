@@ -31,7 +31,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from shardc.runtime.launch import LOOPBACK, NAMED
-from shardc.runtime.mesh.processes import Processes
+from shardc.runtime.mesh.local_processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
 
 #: What `begin` has made, and its activity, which ends when a TorchMesh takes it over.

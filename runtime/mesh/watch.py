@@ -44,7 +44,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
-from shardc.runtime.mesh.processes import KILLED, Processes
+from shardc.runtime.mesh.local_processes import KILLED, Processes
 
 #: Seconds for all ranks to report an error that all have; seconds for a disconnected rank to find the cause.
 OWN, CAUSE = 3.0, 10.0

@@ -20,7 +20,7 @@ from shardc.runtime.state.boxes import Part, copied
 from shardc.runtime.state.checkpoint_index import Index, like, plain
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.owners import RankState
-from shardc.runtime.zero.optimizer_list import IMPLEMENTATIONS, class_of, group_classes
+from shardc.runtime.zero.several_optimizers import IMPLEMENTATIONS, class_of, group_classes
 
 #: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]

@@ -45,12 +45,12 @@ from shardc.runtime.step.evaluation import Evaluation
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.step.saver import Saver
+from shardc.runtime.step.engine_state import Saver
 from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import ByName
-from shardc.runtime.zero.optimizer_list import class_of, learning_rates
+from shardc.runtime.zero.several_optimizers import class_of, learning_rates
 
 
 class Engine:

@@ -17,7 +17,7 @@ from shardc.runtime.step.param_groups import groups_of_whole, regroup
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import NamedParameters, replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_matrices, check_sharded, stand_ins_of
-from shardc.runtime.zero.optimizer_list import as_one
+from shardc.runtime.zero.several_optimizers import as_one
 
 #: Of every default optimizer.
 LEARNING_RATE = 3e-4

@@ -20,7 +20,7 @@ from shardc.ir import patterns
 from shardc.ir.program import Program
 from shardc.ir.units import plural
 from shardc.runtime.zero.named_parameters import NamedParameters, stand_in
-from shardc.runtime.zero.optimizer_list import OptimizerList, as_one, members_of
+from shardc.runtime.zero.several_optimizers import OptimizerList, as_one, members_of
 
 #: How similar an unknown setting must be to one of the optimizer's to count as a misspelling: optimizers may have group
 #: settings that are not among their defaults.

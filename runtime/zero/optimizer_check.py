@@ -31,7 +31,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.optional import registered
 from shardc.runtime.zero.flat_partition import FlatShard
-from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.zero.several_optimizers import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes, step_hooks
 
 _STEPS, _SIDE = 3, 4

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from shardc.cli.common import check_outputs, saved_in
 from shardc.cli.options import Named, NprocOption, given, names_program, option
-from shardc.cli.ranks.start import ranks
+from shardc.cli.ranks.make_job import ranks
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from shardc.runtime.stage.run import Run, Training, Values
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.zero.named_parameters import NamedParameters
-from shardc.runtime.zero.optimizer_list import as_one, class_of, prefer_fused
+from shardc.runtime.zero.several_optimizers import as_one, class_of, prefer_fused
 from shardc.torch_private import fake_mode
 
 #: The most ops of a rank's forward that a dry run executes, over all microbatches.

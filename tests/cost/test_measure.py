@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device, Link, OpRates
 from shardc.machine.work import Op
-from shardc.runtime.mesh.waits import Wait
+from shardc.runtime.mesh.wait_times import Wait
 
 F32, F64, BF16 = "float32", "float64", "bfloat16"
 CPU = Device(

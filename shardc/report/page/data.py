@@ -17,7 +17,7 @@ from shardc.ir.repeats import Repeats, repeats
 from shardc.ir.type_text import show
 from shardc.ir.units import size
 from shardc.layer_names import note_lines, ranges
-from shardc.report import scores
+from shardc.report import attention_scores
 from shardc.report.page import step
 from shardc.report.page.graphs import graphs
 from shardc.report.page.messages import Messages
@@ -65,7 +65,7 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
         "stage_lines": spec.at("pipeline") if program.axis else [],
         "timeline": step.timeline(cost, messages.number) if cost is not None else None,
         "memory": step.memory(cost) if cost is not None else None,
-        "scores": scores.to_json(program) if program.stages else [],
+        "scores": attention_scores.to_json(program) if program.stages else [],
         "text": emit.text(program, full=full).splitlines(),
     }
     # last, because causes add settings of the command line to its lines
