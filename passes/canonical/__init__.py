@@ -17,8 +17,8 @@ by torch's own decompositions (decompose.py). Random ops that cannot be drawn fr
 with the model's line.
 
 pointwise, views, factories   names, sizes and constants in one form
-norm, moments, loss           norms, variances and losses as sums that can be split
-lookup, masks, recurrent      bags of embeddings, writes under masks, recurrent layers
+batch_norm, moments, loss     norms, variances and losses as sums that can be split
+lookup, masked_writes, recurrent   bags of embeddings, writes under masks, recurrent layers
 random_tensors                random numbers from the counter generator; random_streams: a stream for each op
 experts, grouped_mm           captured mixtures of experts as the op `experts`
 choices                       a model's choices as random numbers, on which capture and grouped_mm test ops
@@ -42,15 +42,15 @@ from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.passes.base import Pass
-from shardc.passes.canonical import (  # noqa: F401 (they register)
+from shardc.passes.canonical import (
+    batch_norm,
     dropout,
     experts,
     factories,
     lookup,
     loss,
-    masks,
+    masked_writes,
     moments,
-    norm,
     pointwise,
     random_tensors,
     recurrent,

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from shardc.ir.graph import value_of
 from shardc.ir.metadata import Value
-from shardc.passes.canonical.masks import in_order
+from shardc.passes.canonical.masked_writes import in_order
 from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape
 
 aten = torch.ops.aten

@@ -28,7 +28,7 @@ from shardc.ir.graph import calls, copy_graph, source_of, values_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.types import op_name
-from shardc.passes.canonical.norm import BATCH_NORMS
+from shardc.passes.canonical.batch_norm import BATCH_NORMS
 from shardc.runtime.data.inputs import name_of
 from shardc.runtime.stage import op_errors
 from shardc.torch_private import FakeTensor, OpOverload, pytree

@@ -2,7 +2,7 @@
 
 yaml_reader.py   text -> values and the places of each     explain.py         errors of the grammar -> where, what, fix
 schema.py        the grammar of a whole spec               check.py           axes, sizes
-fields.py        kinds of values, such as an axis          names.py           patterns against the names of a model
+fields.py        kinds of values, such as an axis          model_names.py     patterns against the names of a model
                                                            foreign_words.py   words of other libraries, as hints
 
 The grammar of the sections:
@@ -34,7 +34,7 @@ from shardc.spec.data_section import Data
 from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
 from shardc.spec.module_sections import Expert
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.schema import Form, On, whole_form

@@ -1,6 +1,6 @@
 """Write by hand the rules of linear ops of shardc, and of products beside a collective.
 
-See shardc.runtime.ops.factors and shardc.passes.joint.order.
+See shardc.runtime.ops.factors and shardc.passes.joint.autograd_order.
 """
 
 from __future__ import annotations

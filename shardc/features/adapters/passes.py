@@ -33,7 +33,7 @@ from shardc.ir.types import carries_gradient, requires_grad
 from shardc.optional import registered
 from shardc.passes import Entry
 from shardc.passes.base import Pass
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 
 _CAST = torch.ops.aten._to_copy.default
 

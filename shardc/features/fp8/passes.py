@@ -46,7 +46,7 @@ from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 
 aten = torch.ops.aten
 _CAST = aten._to_copy.default

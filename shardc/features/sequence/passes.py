@@ -30,7 +30,7 @@ from shardc.ir.stored import Input
 from shardc.ir.types import behind
 from shardc.passes.annotate import weight_axes
 from shardc.passes.annotate.indivisible import indivisible_dim
-from shardc.passes.annotate.inputs import input_name
+from shardc.passes.annotate.batch_rows import input_name
 from shardc.passes.annotate.padding import padded
 from shardc.rules.attention import OPS
 from shardc.rules.core.op_call import call_of
