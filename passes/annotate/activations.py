@@ -17,7 +17,8 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import operands_of, source_of, value_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import Selector, enclosing, select_modules
+from shardc.ir.patterns import enclosing
+from shardc.spec.model_names import Selector, select_modules
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.passes.annotate.padding import padded

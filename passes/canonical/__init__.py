@@ -63,8 +63,6 @@ from shardc.passes.canonical.rewrite import KNOWN_LIMIT, TABLE, Args, Emit, Resu
 from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
-#: Arguments about a tensor's device and memory: no part of the computation.
-_PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def _canonical_call(
 ) -> Result:
     """Rewrite one call of an op; decompose it if it has no rule. value: its type, if known."""
     if value is None:
-        value = values.infer(op, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
+        value = values.infer(op, args, values.without_place(kwargs))
     if not isinstance(op, OpOverload):
         return _copied(emit, op, args, kwargs, value, name)
     if (change := TABLE.get(values.op_name(op))) is not None:
@@ -193,7 +191,7 @@ def _canonical_call(
             "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint,"
             " bernoulli, exponential_",
         )
-    return _copied(emit, op, args, {k: v for k, v in kwargs.items() if k not in _PLACE}, value, name)
+    return _copied(emit, op, args, values.without_place(kwargs), value, name)
 
 
 def _copied(

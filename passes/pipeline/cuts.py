@@ -24,7 +24,8 @@ from torch import fx
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import source_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import did_you_mean, enclosing, match
+from shardc.ir.patterns import enclosing, match
+from shardc.ir.similar_names import did_you_mean
 from shardc.layer_names import layer_of
 from shardc.machine.assumed import STAGES, byte_seconds, work_seconds
 from shardc.optional import registered

@@ -34,7 +34,8 @@ from torch import fx
 
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph, source_of
-from shardc.ir.patterns import Selector, enclosing, select_modules
+from shardc.ir.patterns import enclosing
+from shardc.spec.model_names import Selector, select_modules
 from shardc.ir.program import Program
 from shardc.ir.stage import Region
 from shardc.ir.units import plural, size

@@ -15,7 +15,7 @@ from shardc.machine.assumed import byte_seconds
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.saved import LocalTypes, saved_of
 from shardc.passes.recompute.fewest_bytes import STATISTIC, MinCut
-from shardc.passes.recompute.kinds import CHEAP, kinds
+from shardc.passes.recompute.kinds import kinds
 from shardc.rules.core.registry import seconds_of
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL

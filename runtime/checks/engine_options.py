@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.ir.program import Program
 from shardc.runtime.stage import not_finite
 

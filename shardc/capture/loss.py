@@ -5,7 +5,6 @@ The loss is in the model's output, or computed by a function of the user. A forw
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -17,6 +16,7 @@ from shardc.capture.batch import Leaves, arguments
 from shardc.capture.rewrite.autograd_function import SideTerm, with_side_terms
 from shardc.errors import ShardcError
 from shardc.ir.outputs import OtherForward
+from shardc.ir.similar_names import did_you_mean
 from shardc.ir.source import of_exception, of_function
 from shardc.torch_private import traced_node
 
@@ -152,8 +152,8 @@ class LossOf(nn.Module):
             at, keys = of_exception(e), ", ".join(map(repr, batch))
             name = "the loss" if self.loss is not None else "forward(output, batch)"
             fault = f"{name} reads {e.args[0]!r}, but the batch has {keys}"
-            near = difflib.get_close_matches(str(e.args[0]), [str(k) for k in batch], 1)
-            fix = f"did you mean {near[0]!r}?" if near else "use one of these, or return that key from batch() too"
+            other = "use one of these, or return that key from batch() too"
+            fix = did_you_mean(str(e.args[0]), map(str, batch), other)
             raise at.error(fault, fix) from e
 
     def _flat(self, beside: Mapping[str, Any], line: str) -> list[Tensor]:

@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 from shardc.artifact.model_source import WHOLE
 from shardc.cli import config_file, hidden_modules
 from shardc.errors import ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.weight_files import has_weights

@@ -12,7 +12,7 @@ import typer
 from shardc.cli.common import reporting
 from shardc.cli.options import DebugOption, JsonOption, option
 from shardc.errors import ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 
 if TYPE_CHECKING:
     from shardc.rules.core.registry import Rule

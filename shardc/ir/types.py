@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +92,15 @@ def on_meta(x: Any) -> Any:
         return torch.empty(v.shape, dtype=v.dtype, device="meta")
 
     return fx.map_arg(x, lambda node: map_value(empty, node.meta["value"]))
+
+
+#: Arguments about a tensor's device and memory: no part of the computation.
+_PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+
+
+def without_place(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments without those about a tensor's device and memory, which types do not need."""
+    return {k: v for k, v in kwargs.items() if k not in _PLACE}
 
 
 def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardc.cost.step import gradients_norm
 from shardc.errors import ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.machine.device import Device
 from shardc.plan.price import Priced, price
 from shardc.plan.questions import Largest, what_if

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.spec import yaml_reader
 from shardc.spec.batch_section import Batch
 from shardc.spec.check import Check, data_axes, resolve_mesh, token_axes

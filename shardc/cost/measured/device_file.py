@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.machine.device import Device, Link, OpRates, Outside, Products, Reaches
 from shardc.spec import Spec
 

@@ -23,7 +23,8 @@ from shardc.features.sequence.scans import split_by_other_dims
 from shardc.features.sequence.section import Sequence
 from shardc.ir.graph import placeholders, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import did_you_mean, enclosing, match
+from shardc.ir.patterns import enclosing, match
+from shardc.ir.similar_names import did_you_mean
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
