@@ -20,6 +20,7 @@ from shardc.rules.core.registry import seconds_of
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
+from shardc.spec.step_sections import CHEAP
 
 #: Ops with small results that ranks had to exchange: always kept.
 ROUTING = (ops.experts_route, ops.experts_keep, ops.attention_reach)
