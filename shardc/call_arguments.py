@@ -75,7 +75,7 @@ def _refuse(
         if keyword in elsewhere:
             fix = elsewhere[keyword].format(name=keyword)
         else:
-            fix = did_you_mean(keyword, signature.parameters, f"it takes {', '.join(signature.parameters)}"
+            fix = did_you_mean(keyword, signature.parameters, f"it takes {', '.join(signature.parameters)}")
         errors.add("there is no such argument", where=f"{name}({keyword}=...)", fix=fix)
     plain = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(plain):

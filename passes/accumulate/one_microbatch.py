@@ -84,8 +84,8 @@ class OneMicrobatch:
     the end, the step's loss is a summand. For `loss = s_sum / n_sum` above: n_sum is a total, s_sum a summand, and a
     quotient is linear in its first operand. So loss is a summand, as needed.
 
-    Last (loss_sum_after_step.py), if the loss is linear in sums over other axes too, ranks keep their summands of it: its
-    gradient is the same, and no rank waits for others between microbatches.
+    Last (loss_sum_after_step.py), if the loss is linear in sums over other axes too, ranks keep their summands of it:
+    its gradient is the same, and no rank waits for others between microbatches.
     """
 
     old: fx.Graph

@@ -35,8 +35,8 @@ from shardc.optional import registered
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
-from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.batch_rows import disagreements, input_layouts, row_axes, with_microbatch_axis
+from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.outputs import wanted_outputs
 from shardc.passes.annotate.weights import Weights

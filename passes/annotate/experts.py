@@ -20,9 +20,9 @@ from shardc.errors import Errors
 from shardc.ir.graph import calls, placeholders, source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import enclosing, matches
-from shardc.ir.similar_names import did_you_mean
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
+from shardc.ir.similar_names import did_you_mean
 from shardc.passes.annotate.indivisible import rank_counts
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules.core import registry

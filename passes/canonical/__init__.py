@@ -42,7 +42,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.passes.base import Pass
-from shardc.passes.canonical import (
+from shardc.passes.canonical import (  # noqa: F401 (they register)
     batch_norm,
     dropout,
     experts,

@@ -135,7 +135,11 @@ class Axis:
         """Find stored placements, values made of parameters alone, and outputs that are summed after the step."""
         if self.splits_batch:
             for o, (node, i) in zip(self.program.outputs, self._outputs(), strict=True):
-                if o.wanted is None and is_small(values_of(node)[i].shape) and all(u.op == "output" for u in node.users):
+                if (
+                    o.wanted is None
+                    and is_small(values_of(node)[i].shape)
+                    and all(u.op == "output" for u in node.users)
+                ):
                     self.summed_after.add(node)
         by_name = {p.name: p for p in self.program.stored}
         self.from_parameters, constant = origins(self.program)

@@ -12,8 +12,8 @@ from typing import Any, get_args
 import torch
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.similar_names import nearest
 from shardc.ir.program import Program
+from shardc.ir.similar_names import nearest
 from shardc.runtime.stage import not_finite
 
 _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")

@@ -41,11 +41,11 @@ from shardc.runtime.state.quantized import plain
 from shardc.runtime.state.sources import weights_of
 from shardc.runtime.step import engine_optimizer, step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
+from shardc.runtime.step.engine_state import Saver
 from shardc.runtime.step.evaluation import Evaluation
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.step.engine_state import Saver
 from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets

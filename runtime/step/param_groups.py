@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir import patterns
+from shardc.ir import patterns, similar_names
 from shardc.ir.program import Program
 from shardc.ir.units import plural
 from shardc.runtime.zero.named_parameters import NamedParameters, stand_in
@@ -61,7 +61,7 @@ def groups(
             fault = f"its settings are a {type(settings[g]).__name__}, not a dict"
             errors.add(fault, where=where, fix=f'write {{"{g}": {{"weight_decay": 0.0}}}}')
         elif i not in hit:
-            near = patterns.nearest(g, every)
+            near = similar_names.nearest(g, every)
             fix = (
                 f"did you mean {near!r}?"
                 if near
@@ -116,7 +116,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise ShardcError(fault, where="optimizer", fix=fix)
         for i, group in enumerate(m.param_groups):
             for key in group.keys() - m.defaults.keys() - {"params", "param_names"}:
-                if near := patterns.nearest(key, m.defaults, cutoff=_CUTOFF):
+                if near := similar_names.nearest(key, m.defaults, cutoff=_CUTOFF):
                     fault = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
                     errors.add(fault, where=f"parameter group {i}", fix=f"did you mean {near!r}?")
             names = group.get("param_names", [])

@@ -17,8 +17,8 @@ from shardc.runtime.stage.run import Values
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.schedulers import NewSchedule, SchedulerOf, Schedulers
-from shardc.runtime.zero.paged_optimizer import Paged
 from shardc.runtime.zero.optimizer_check import OverlappedStep
+from shardc.runtime.zero.paged_optimizer import Paged
 from shardc.runtime.zero.several_optimizers import prefer_fused
 
 

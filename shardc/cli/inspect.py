@@ -65,10 +65,9 @@ def command(
             return
         from shardc.artifact import emit
         from shardc.artifact.repeated_layers import Fold
+        from shardc.report import attention_scores, kept_activations, text
         from shardc.report import comm as of_comm
         from shardc.report import cost as of_cost
-        from shardc.report import kept_activations, text
-        from shardc.report import attention_scores
         from shardc.report.memory_snapshot import snapshot
         from shardc.report.page import html as of_page
         from shardc.report.trace import trace as of_step

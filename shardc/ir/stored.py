@@ -27,8 +27,8 @@ from pydantic import AfterValidator, Field
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
-from shardc.ir.similar_names import did_you_mean
 from shardc.ir.placement import Layout, Shard
+from shardc.ir.similar_names import did_you_mean
 
 
 def _examples(names: list[str]) -> str:

@@ -33,8 +33,8 @@ from shardc.spec.check import Check, data_axes, resolve_mesh, token_axes
 from shardc.spec.data_section import Data
 from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
-from shardc.spec.module_sections import Expert
 from shardc.spec.model_names import Names
+from shardc.spec.module_sections import Expert
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.schema import Form, On, whole_form

@@ -95,7 +95,9 @@ def met(store: dist.Store, rank: int, layout: Mesh, heard: list[str]) -> Watch:
 
 def as_rank(store: dist.Store, rank: int, pid: int) -> None:
     """Say in the store that a process is that rank's."""
-    store.append(f"shardc/processes/{local_processes._machine()}", f"{rank} {pid} {local_processes.process_state(pid)[1]} -1;")
+    store.append(
+        f"shardc/processes/{local_processes._machine()}", f"{rank} {pid} {local_processes.process_state(pid)[1]} -1;"
+    )
     store.set(f"shardc/came/{rank}", "")
 
 
