@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -36,7 +36,7 @@ def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into:
     return new
 
 
-def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
+def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     """Move calls to the end of a graph, in this order."""
     output = graph.output_node()
     for n in order:
