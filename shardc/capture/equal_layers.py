@@ -31,7 +31,6 @@ from shardc.capture.rewrite.inline_regions import unchanged
 from shardc.capture.rewrite.inner_autograd import GRADIENT
 from shardc.capture.side_effects import Changes, identity
 from shardc.ir.graph import placeholders
-from shardc.ir.types import continuous
 from shardc.torch_private import (
     FakeTensor,
     HigherOrderOperator,
@@ -240,7 +239,7 @@ class Folding:
             and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in results)
             and first.fresh
             and all(i < 0 for i in _places(tensors, layer.tensors()))
-            and all(x.requires_grad == (grad and continuous(x)) for x in first.fresh)
+            and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.fresh)
         ):
             layer.firsts.append(first)
         return result

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.rules.core.registry import Rule
+from shardc.rules.core.registry import Rule, overloads
 from shardc.rules.core.user_ops import SAMPLES, Arguments, Sample
 from shardc.runtime.rng import Rng
 from shardc.verify.rules.case import Case, Finding
@@ -89,10 +89,10 @@ def sample(op: Any, *makers: Maker) -> None:
 
 
 def samples(*ops_: Any) -> Callable[..., None]:
-    """Add the same sample calls to several ops."""
+    """Add the same sample calls to several ops, or to torch's ops of some names: see `overloads`."""
 
     def add(*makers: Maker) -> None:
-        for op in ops_:
+        for op in (x for named in ops_ for x in (overloads(named) if isinstance(named, str) else [named])):
             sample(op, *makers)
 
     return add

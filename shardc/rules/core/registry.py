@@ -195,11 +195,16 @@ def rule(op: Any, notation: str | SignatureOf, *, where: str = "", **options: An
     return new
 
 
+def overloads(names: str) -> list[OpOverload]:
+    """Return torch's ops of these names, such as "conv1d conv1d.padding": an overload, or `default`."""
+    parts = (name.partition(".") for name in names.split())
+    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in parts]
+
+
 def rules(names: str, notation: str | SignatureOf, **options: Any) -> None:
-    """Register one rule for several of torch's ops, such as "conv1d conv1d.padding": an overload, or `default`."""
-    for name in names.split():
-        packet, _, overload = name.partition(".")
-        rule(getattr(getattr(torch.ops.aten, packet), overload or "default"), notation, **options)
+    """Register one rule for several of torch's ops. names: see `overloads`."""
+    for op in overloads(names):
+        rule(op, notation, **options)
 
 
 def caller(*inside: str) -> str:
