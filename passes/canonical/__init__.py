@@ -20,7 +20,7 @@ pointwise, views, factories   names, sizes and constants in one form
 batch_norm, moments, loss     norms, variances and losses as sums that can be split
 lookup, masked_writes, recurrent   bags of embeddings, writes under masks, recurrent layers
 random_tensors                random numbers from the counter generator; random_streams: a stream for each op
-experts, grouped_mm           captured mixtures of experts as the op `experts`
+grouped_mm                    captured mixtures of experts as the op `experts`
 choices                       a model's choices as random numbers, on which capture and grouped_mm test ops
 cleanup                       the last steps, on the whole graph
 """
@@ -45,8 +45,8 @@ from shardc.passes.base import Pass
 from shardc.passes.canonical import (  # noqa: F401 (they register)
     batch_norm,
     dropout,
-    experts,
     factories,
+    grouped_mm,
     lookup,
     loss,
     masked_writes,
@@ -223,7 +223,7 @@ def _regraded(value: Value | tuple[Value | None, ...] | None, node: fx.Node) -> 
     grad = values.carries_gradient(node.target, node.args, node.kwargs)
 
     def put(v: Value | None) -> Value | None:
-        return v and replace(v, requires_grad=grad and (v.dtype.is_floating_point or v.dtype.is_complex))
+        return v and replace(v, requires_grad=grad and values.continuous(v))
 
     return tuple(map(put, value)) if isinstance(value, tuple) else put(value)
 

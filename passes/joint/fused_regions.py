@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from shardc.ir.fused_regions import moved, region_of
-from shardc.ir.graph import source_of, values_of
+from shardc.ir.graph import reorder, source_of, values_of
 from shardc.ir.stage import mesh_or_rng
 from shardc.layer_names import layer_of
 from shardc.passes.joint.derivatives.record import is_view
@@ -75,9 +75,7 @@ _DTYPES = {
 
 def mark_fused_regions(graph: fx.Graph, sizes: Sizes) -> None:
     """Mark a graph's fused regions and move `accumulate`s after them."""
-    output = graph.output_node()
-    for n in _Cut(graph, sizes).order:
-        output.prepend(n)
+    reorder(graph, _Cut(graph, sizes).order)
 
 
 class _Cut:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.program import Program
-from shardc.ir.types import requires_grad
+from shardc.ir.types import continuous, requires_grad
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.runnable import on_device
 
@@ -89,64 +89,52 @@ def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any
     are finite on every rank.
     """
     program, mesh = interpreter.program, interpreter.mesh
-    finders = {
-        s: _FirstNotFinite(fx.GraphModule(nn.Module(), copy_graph(on_device(program.stages[s].graph, mesh.device))))
-        for s in interpreter.stages
-    }
-    with interpreter.replaced({s: x.run for s, x in finders.items()}):
+    bad: dict[fx.Node, bool] = {}
+    graphs = {s: on_device(program.stages[s].graph, mesh.device) for s in interpreter.stages}
+    with interpreter.replaced({s: fx.GraphModule(nn.Module(), watched(g, bad)) for s, g in graphs.items()}):
         interpreter.evaluate(values)
     # nodes are numbered through all stages: the first in forward has the lowest number
     starts = list(accumulate((len(stage.graph.nodes) for stage in program.stages), initial=0))
     every = [0] * mesh.layout.world
-    every[mesh.rank] = min((starts[s] + x.first for s, x in finders.items() if x.found), default=starts[-1])
+    every[mesh.rank] = min((starts[s] + i for s, g in graphs.items() if (i := _first(g, bad)) >= 0), default=starts[-1])
     first = min(mesh.sum_on_host(every))
     if first == starts[-1]:
         return ""
     stage = bisect_right(starts, first) - 1
-    node = list(program.stages[stage].graph.nodes)[first - starts[stage]]
+    return named(list(program.stages[stage].graph.nodes)[first - starts[stage]])
+
+
+def named(node: fx.Node) -> str:
+    """Return the name of an op, with its module and line in the model."""
     return f"{node.name} of {source}" if str(source := source_of(node)) else node.name
 
 
-class _FirstNotFinite(fx.Interpreter):
-    """Finds the first nodes whose results have a nan or an inf, over all runs. nan, inf: the numbers of these nodes.
+def watched(graph: fx.Graph, bad: dict[fx.Node, bool]) -> fx.Graph:
+    """Return a copy of a graph that adds to `bad`, as it runs, each node with a nan (True) or only an inf (False)."""
+    env: dict[fx.Node, fx.Node] = {}
+    copy = copy_graph(graph, env)
+    first = next(n for n in copy.nodes if n.op != "placeholder")
+    for n, copied in env.items():
+
+        def look(result: Any, node: fx.Node = n) -> None:
+            for x in result if isinstance(result, tuple) else (result,):
+                if isinstance(x, Tensor) and continuous(x) and x.itemsize > 1:
+                    if bool(x.isnan().any()):
+                        bad[node] = True
+                    elif bool(x.isinf().any()):
+                        bad.setdefault(node, False)
+
+        with copy.inserting_before(first if n.op == "placeholder" else copied.next):
+            copy.call_function(look, (copied,))
+    return copy
+
+
+def _first(graph: fx.Graph, bad: Mapping[fx.Node, bool]) -> int:
+    """Return the number of the first op that makes a nan, or else an inf; -1 if all results are finite.
 
     An inf counts if a gradient flows through it and no operand has one: masks are made of -inf on purpose.
     """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.nan = self.inf = self._end = len(list(module.graph.nodes))
-        self._number = -1
-
-    @property
-    def first(self) -> int:
-        return self.nan if self.nan < self._end else self.inf
-
-    @property
-    def found(self) -> bool:
-        return self.first < self._end
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        self._number = -1
-        return super().run(*args, **kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._number += 1
-        result = super().run_node(n)
-        if n.op == "call_function" and self._number < self.nan:
-            results = [x for x in (result if isinstance(result, tuple) else (result,)) if _is_floating(x)]
-            if any(bool(x.isnan().any()) for x in results):
-                self.nan = self._number
-            elif self._number < self.inf and requires_grad(n):
-                operands = [self.env[a] for a in n.all_input_nodes if _is_floating(self.env.get(a))]
-                if any(_has_inf(x) for x in results) and not any(_has_inf(x) for x in operands):
-                    self.inf = self._number
-        return result
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _has_inf(x: Tensor) -> bool:
-    return bool(x.isinf().any())
+    ops = [(i, n) for i, n in enumerate(graph.nodes) if n.op == "call_function" and n in bad]
+    nans = (i for i, n in ops if bad[n])
+    infs = (i for i, n in ops if requires_grad(n) and bad.keys().isdisjoint(n.all_input_nodes))
+    return next(chain(nans, infs), -1)

@@ -5,9 +5,9 @@
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
 
-patches.py, transformers.py, data_dependent_sizes.py, data_dependent_values.py and rewrite/inner_autograd surround the
-export: they refuse what it would drop silently, and let it trace what it could not. refusals.py explains in the user's
-terms why a capture failed.
+patches.py, transformers.py, data_dependent_sizes.py, value_reads.py (Python that reads values) and
+rewrite/inner_autograd surround the export: they refuse what it would drop silently, and let it trace what it could
+not. refusals.py explains in the user's terms why a capture failed.
 
 The model is captured in the mode it is in: put it in train mode first. It may be on the meta device; it is not changed.
 

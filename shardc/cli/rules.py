@@ -35,7 +35,7 @@ def command(
     with reporting(debug, as_json) as show:
         from shardc.ir.types import full_op_name
         from shardc.report.rule_table import TAGGED, check_text, row, rule_table
-        from shardc.rules.core.sample_calls import SAMPLES
+        from shardc.rules.core.user_ops import SAMPLES
         from shardc.verify.rules.check import check_op
         from shardc.verify.rules.prove import too_strict
 

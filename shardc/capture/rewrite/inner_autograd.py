@@ -29,6 +29,7 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import is_call
+from shardc.passes.canonical.decompose import plain
 from shardc.torch_private import (
     FakeTensor,
     OpOverload,
@@ -211,9 +212,9 @@ def _traced(
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*tensors: Tensor) -> list[Tensor | None]:
             seeds, leaves = tensors[: len(results)], dict(zip(operands, tensors[len(results) :], strict=True))
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: leaves[n])
+            args, kwargs = plain(fx.map_arg((node.args, node.kwargs), lambda n: leaves[n]))
             with sdpa_kernel(SDPBackend.MATH):
-                output = function(*_plain(args), **_plain(kwargs))
+                output = function(*args, **kwargs)
             ys = output if isinstance(output, (tuple, list)) else [output]
             return list(
                 torch.autograd.grad(
@@ -293,14 +294,7 @@ def _unfit(node: fx.Node, module: fx.GraphModule) -> bool:
 
 def _real(node: fx.Node) -> bool:
     val = node.meta.get("val")
-    return not isinstance(val, Tensor) or val.is_floating_point() or val.is_complex()
-
-
-def _plain(x: Any) -> Any:
-    """Convert fx's lists, which must not be changed, to plain ones: some ops change them."""
-    return (
-        type(x)(map(_plain, x)) if type(x) is tuple else [_plain(y) for y in x] if isinstance(x, (list, tuple)) else x
-    )
+    return not isinstance(val, Tensor) or values.continuous(val)
 
 
 def _key(target: Any, args: Any, kwargs: Any) -> Any:
@@ -311,4 +305,4 @@ def _key(target: Any, args: Any, kwargs: Any) -> Any:
         or target._schema.is_mutable
     ):
         return None
-    return target, values.typed_key((args, dict(sorted(kwargs.items()))), lambda n: n)
+    return target, values.typed_key((args, kwargs), lambda n: n)
