@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardc.runtime.mesh.agreement import Fact
 
 if TYPE_CHECKING:
+    from shardc.ir.program import Program
     from shardc.runtime.data.loader import Loader
     from shardc.runtime.rng import Rng
     from shardc.runtime.state.sources import Weights
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """A rank's part of the model as checks see it (shardc.runtime.step.local_model)."""
 
+    program: Program
+    mesh: Any
     rng: Rng
     buckets: Buckets
 
