@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.ir.program import Program
@@ -79,7 +79,7 @@ class Checks(CheckHooks):
     def parts(self, parts: Iterator[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
         return self._weights.passing(parts) if self.compares else parts
 
-    def new_model(self, model: Model) -> None:
+    def new_model(self, model: Any, module: nn.Module | None = None) -> None:
         self._model: Model = weakref.proxy(model)  # weak: a module's model holds these checks
         if self.compares and not self._copied:
             self._weights.check(self._mesh, model.buffers)

@@ -58,8 +58,8 @@ class CheckHooks:
         """Record this rank's parts of parameters, as they are made."""
         return parts
 
-    def new_model(self, model: Model) -> None:
-        """Check the new parameters and buffers."""
+    def new_model(self, model: Any, module: nn.Module | None = None) -> None:
+        """Check new parameters and buffers, a `Model`; watch a module's submodules and parameters from now on."""
 
     def optimizer(self, optimizer: Optimizer | None) -> None:
         """Check the new optimizer, before its schedulers are made."""
@@ -109,12 +109,6 @@ class CheckHooks:
         """Take over the checks of an engine whose weights this one's engine takes over."""
 
     # --- of a module alone
-
-    def watch_module(self, module: nn.Module, updates: Any) -> None:
-        """Start watching a module's submodules and parameters.
-
-        updates: whether parameters may have changed since they were last gathered.
-        """
 
     def mode(self, *, training: bool) -> None:
         """Check the user's call of `train()`."""

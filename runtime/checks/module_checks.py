@@ -36,9 +36,11 @@ class ModuleChecks(Checks):
         super().__init__(program, mesh, "a module", copied=copied)
         self._unmarked = False
 
-    def watch_module(self, module: nn.Module, updates: Any) -> None:
+    def new_model(self, model: Any, module: nn.Module | None = None) -> None:
+        assert module is not None
+        super().new_model(model)
         fixed = [p for name, p in self._model.owned.items() if name in self._model.buckets.shards]
-        self._module, self._updates = user_changes.Snapshot(module, fixed), updates
+        self._module, self._updates = user_changes.Snapshot(module, fixed), model.updates
         self._loop = LoopWatch(self._model, compares=self.compares)
         self.read_params()
 

@@ -204,8 +204,8 @@ def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> No
     got = f"a {type(batch).__name__}" if batch is not None else "None"
     if isinstance(batch, str):  # probably a key of a dict
         got = f"the text {batch!r}"
- = "a loop over a dict yields its names: where batches are expected, as in data() and evaluate_all, pass "
- += "a list of them, [batch], or a torch Dataset of samples"
+        fix = "a loop over a dict yields its names: where batches are expected, as in data() and evaluate_all, pass "
+        fix += "a list of them, [batch], or a torch Dataset of samples"
     raise ShardcError(f"the batch is {got}, and the program was compiled for {form}", where="batch", fix=fix)
 
 

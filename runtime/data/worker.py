@@ -169,8 +169,8 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
             add_note(e, f"in the collate function, of samples {_listed(numbers)}")
             raise
         if "equal size" not in str(e):
- = f"torch cannot make a batch of samples {numbers[0]}, ...: {type(e).__name__}: "
- += f"{str(e).partition(chr(10))[0]}"
+            fault = f"torch cannot make a batch of samples {numbers[0]}, ...: {type(e).__name__}: "
+            fault += f"{str(e).partition(chr(10))[0]}"
             fix = "make each sample have the same keys, with tensors, arrays or numbers as values; or pass collate_fn"
             raise ShardcError(fault, where="engine.loader", fix=f"{fix} (in a model file, collate(samples))") from e
         raise ShardcError(

@@ -193,8 +193,8 @@ class Watch:
             fault = f"the connection to another rank broke in {doing}: its process was killed or hangs"
         fix = "see the error of that rank; continue from the last checkpoint"
         if "ended without an error" in fault:  # such as `if rank == 0: module.full_state_dict()`
- = "see the error of that rank, and continue from the last checkpoint; if it has none, call this on every"
- += " rank, not only on some: all ranks run steps, saving and full_state_dict together"
+            fix = "see the error of that rank, and continue from the last checkpoint; if it has none, call this on"
+            fix += " every rank, not only on some: all ranks run steps, saving and full_state_dict together"
         return RankFailedError(fault, where=doing, fix=fix)
 
     def _key(self, rank: int) -> str:

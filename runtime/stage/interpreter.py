@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -153,18 +152,6 @@ class Interpreter:
         self.compute_totals([values])
         run = self._forward([values])
         return run.new_values, {name: parts[0] for name, parts in run.outputs.items()}
-
-    @contextmanager
-    def replaced(self, runs: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
-        """Replace the functions of the stages here by others, by number, inside the context."""
-        before = {s: stage.run for s, stage in self.stages.items()}
-        try:
-            for s, run in runs.items():
-                self.stages[s].run = run
-            yield
-        finally:
-            for s, run in before.items():
-                self.stages[s].run = run
 
     def _forward(self, values: Values, *, keep_outputs: bool = True) -> Run:
         """Run forward of all microbatches. keep_outputs: keep the values beside the loss."""

@@ -81,10 +81,6 @@ class RunnableStage:
                 self._run = runnable(self._stage, self._tools.device, self._program, self._tools.make)
         return self._run
 
-    @run.setter
-    def run(self, function: Callable[..., Any]) -> None:
-        self._run = function
-
     @property
     def joint(self) -> JointStage:
         """Its forward and backward graphs, made when a step first runs them."""

@@ -645,8 +645,8 @@ class Engine:
         return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {kind}, {self.step_count} steps done>"
 
     def __call__(self, *_: Any, **__: Any) -> Any:
- = "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) can be called "
- += "like a model"
+        fix = "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) can be called "
+        fix += "like a model"
         raise ShardcError("an engine cannot be called", where="engine(...)", fix=fix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -213,7 +213,7 @@ class MeanDivisors:
             if formula is not None:
                 self._formulas[name] = formula
             elif len(counts) == 1 and not by_batch:
-                self._fixed[name] = Divisor(*counts)
+                self._fixed[name] = Divisor(counts[0])
             if len(by_batch) + len(sizes) > 1:
                 self.several.add(name)
         nodes = tuple(n for f in self._formulas.values() for n in f.nodes())

@@ -98,8 +98,7 @@ class ShardedModule(ModuleState):
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
         self._running = running
         running.read_buffers = WeakMethod(self._buffers_by_name)
-        running.checks.new_model(running)
-        running.checks.watch_module(self, running.updates)
+        running.checks.new_model(running, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Copy the module with new parameters and buffers, on the same mesh, as weight averages need.

@@ -30,9 +30,7 @@ class Running:
     One attribute holds it, so that no name of the model can clash.
     """
 
-    def __init__(
-        self, program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: CheckHooks
-    ) -> None:
+    def __init__(self, program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: CheckHooks) -> None:
         self.program, self.model, self.mesh, self.rng = program, model, mesh, rng
         self.buckets, self.checks, self.stage = buckets, checks, only_stage(program, mesh)
         self.updates, self.norm, self.saves = Updates(buckets), GradNorm(program, buckets.owned, mesh), Saves(mesh)

@@ -39,9 +39,10 @@ def groups(
     pairs = list(params)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            fault = f"groups() needs (name, parameter) pairs, not a {type(pair).__name__}"
-            fix = "pass what `optimizer=` receives, or model.named_parameters()"
-            raise ShardcError(fault, fix=fix)
+            raise ShardcError(
+                f"groups() needs (name, parameter) pairs, not a {type(pair).__name__}",
+                fix="pass what `optimizer=` receives, or model.named_parameters()",
+            )
     known = params.known if isinstance(params, NamedParameters) else {name: (name,) for name, _ in pairs}
     globs, errors = list(settings), Errors()
     won: dict[str, int] = {}

@@ -164,9 +164,7 @@ class Update:
         """Skip or stop if gradients are not finite. Buffers then have their old values, also on a raise."""
         model = self.model
         new, model.buffers = model.buffers, self._buffers_before
-        self._skipping = not_finite.skips_gradient(
-            self._nonfinite, norm, model.program, model.owned, model.mesh, step=model.rng.step + 1
-        )
+        self._skipping = not_finite.skips_gradient(self._nonfinite, norm, model)
         if not self._skipping:
             model.buffers = new
 
