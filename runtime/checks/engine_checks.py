@@ -36,8 +36,7 @@ class EngineChecks(Checks):
         self._once = SteppedOnce(optimizer)
         if optimizer is not None and self.compares:
             fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
-            shards = self._model.buckets.shards
-            OptimizerMarks(self._program, self._mesh, self._model.owned, shards, fix).guard(optimizer)
+            OptimizerMarks(self._model, fix).guard(optimizer)
         if self.compares:
             self.call("making an engine", *shared_facts.optimizer_facts(self._program, optimizer))
 

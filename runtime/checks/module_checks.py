@@ -36,11 +36,12 @@ class ModuleChecks(Checks):
         super().__init__(program, mesh, "a module", copied=copied)
         self._unmarked = False
 
-    def watch_module(self, module: nn.Module, updates: Any) -> None:
-        owned, shards = self._model.owned, self._model.buckets.shards
-        fixed = [p for name, p in owned.items() if name in shards]
-        self._module, self._updates = user_changes.Snapshot(module, fixed), updates
-        self._loop = LoopWatch(self._program, owned, shards, self._mesh, compares=self.compares)
+    def new_model(self, model: Any, module: nn.Module | None = None) -> None:
+        assert module is not None
+        super().new_model(model)
+        fixed = [p for name, p in self._model.owned.items() if name in self._model.buckets.shards]
+        self._module, self._updates = user_changes.Snapshot(module, fixed), model.updates
+        self._loop = LoopWatch(self._model, compares=self.compares)
         self.read_params()
 
     def mode(self, *, training: bool) -> None:
@@ -51,11 +52,9 @@ class ModuleChecks(Checks):
         tensor_parts.end_plain()  # begun by an optimizer's step that failed
         torch_modes.check(call, self._mesh.device.type, training=False)
         if current_backward() is not None:
-            raise ShardcError(
-                "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would be lost",
-                where=call,
-                fix="call the module directly; the spec's `checkpoint:` says what is recomputed",
-            )
+            fault = "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would be lost"
+            fix = "call the module directly; the spec's `checkpoint:` says what is recomputed"
+            raise ShardcError(fault, where=call, fix=fix)
         self._watched.check()
         if training and torch.is_grad_enabled():
             self._loop.check_model(self._source.idle_optimizer, changed=self._model.written)
@@ -70,7 +69,7 @@ class ModuleChecks(Checks):
             return
         self._compare_batch("forward", batch, local=local)
         if self._unmarked:
-            marks.check_loaded(self._program, self._mesh, self._model.owned)
+            marks.check_loaded(self._model)
             self._unmarked = False
         step = self._model.rng.step
         if self._model.rng.training and self._check_every and step and step % self._check_every == 0:

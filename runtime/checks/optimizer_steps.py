@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardc.errors import ShardcError
 from shardc.runtime.checks import tensor_parts
+from shardc.runtime.mesh.step_context import changed
 from shardc.runtime.zero.several_optimizers import members_of
 
 
@@ -93,13 +94,8 @@ class SteppedOnce:
                 " are its halves; program.module(model) is for a loop that steps the optimizer",
             )
 
-    @contextmanager
-    def engine_step(self) -> Iterator[None]:
-        self._allowed = True
-        try:
-            yield
-        finally:
-            self._allowed = False
+    def engine_step(self) -> AbstractContextManager[None]:
+        return changed(self, _allowed=True)
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
         """Record the step counts of the engine's schedulers."""

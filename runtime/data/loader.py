@@ -62,14 +62,8 @@ class Loader:
         size = None if self._is_stream() else len(dataset)
         # a separate object, not this one: DataLoader holds its sampler, and workers only end at once if there is no
         # reference cycle
-        self.order = Order(
-            size,
-            self.batch_size,
-            self._samples(),
-            size is not None if shuffle is None else shuffle,
-            seed,
-            rest=not drop_last,
-        )
+        shuffle = size is not None if shuffle is None else shuffle
+        self.order = Order(size, self.batch_size, self._samples(), shuffle, seed, rest=not drop_last)
         self._check(drop_last, num_workers, options)
         self._collate = collate_fn or default_collate
         # the workers' seeds come from a separate generator: the process's is unchanged
@@ -133,15 +127,11 @@ class Loader:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ShardcError if the saved loader read a dataset of another size."""
         if state["size"] != self.order.size:
-            sizes = [
-                f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)
-            ]
-            raise ShardcError(
-                f"the checkpoint is in the middle of {sizes[0]}, but this one is {sizes[1]}",
-                where=self.where,
-                fix="continue with the same dataset, or begin with this one: load(folder, new_data=True), run:"
-                " --new-data",
-            )
+            data = "an iterable dataset"
+            then, now = (data if n is None else f"{n} samples" for n in (state["size"], self.order.size))
+            fault = f"the checkpoint is in the middle of {then}, but this one is {now}"
+            fix = "continue with the same dataset, or begin with this one: load(folder, new_data=True), run: --new-data"
+            raise ShardcError(fault, where=self.where, fix=fix)
 
     # --- reading
 
@@ -163,17 +153,14 @@ class Loader:
             layout = Layout(tuple((a, s) for a, s in x.layout.shards() if s.dim != self._dims[x.name]))
             if layout.items:
                 cuts[x.path] = layout
-        return (
-            mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf)
-            if cuts
-            else part
-        )
+        if not cuts:
+            return part
+        return mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf)
 
     def _local(self, layout: Layout, leaf: Any) -> Any:
         fits = isinstance(leaf, Tensor) and not layout.problem(leaf.shape, self.program.mesh)
-        return (
-            layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
-        )  # the engine's step reports what does not fit
+        # the engine's step reports what does not fit
+        return layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
 
     # --- options, and whether they go together
 
@@ -192,27 +179,19 @@ class Loader:
         errors.raise_any()
         sizes = {name_of(x.path): x.shape[d] for x in self.program.inputs if (d := self._dims[x.name]) is not None}
         if not sizes:
-            raise ShardcError(
-                "none of the program's inputs has a batch dim",
-                where=self.where,
-                fix="set one in the spec's batch: {dims: ...}",
-            )
+            fault, fix = "none of the program's inputs has a batch dim", "set one in the spec's batch: {dims: ...}"
+            raise ShardcError(fault, where=self.where, fix=fix)
         batch = min(sizes.values())
         for name, size in sizes.items():
             if size % batch:
                 fix = f"set the batch dim of {name!r} in the spec's batch: {{dims: ...}}, or null if it has none"
-                errors.add(
-                    f"its batch dim is {size} long, which is not a multiple of the other inputs' {batch}",
-                    where=name,
-                    fix=fix,
-                )
+                fault = f"its batch dim is {size} long, which is not a multiple of the other inputs' {batch}"
+                errors.add(fault, where=name, fix=fix)
         errors.raise_any()
         if requested is not None and requested != batch:
-            raise ShardcError(
-                f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples",
-                where=self.where,
-                fix=f"leave it out, or compile with a batch of {requested}",
-            )
+            fault = f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples"
+            fix = f"leave it out, or compile with a batch of {requested}"
+            raise ShardcError(fault, where=self.where, fix=fix)
         return batch
 
     def _samples(self) -> Tensor:
@@ -229,11 +208,9 @@ class Loader:
             if not torch.equal(places, samples.repeat_interleave(rows)) or (
                 indices is not None and not torch.equal(indices, samples)
             ):
-                raise ShardcError(
-                    "its batch dim is not split into the same whole samples on the same ranks as the other inputs",
-                    where=name_of(x.path),
-                    fix="split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader",
-                )
+                fault = "its batch dim is not split into the same whole samples on the same ranks as the other inputs"
+                fix = "split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader"
+                raise ShardcError(fault, where=name_of(x.path), fix=fix)
             indices = samples
         assert indices is not None
         return indices
@@ -242,16 +219,12 @@ class Loader:
         """Return whether samples come in the dataset's own order. Raises ShardcError if it is no dataset."""
         data = self.dataset
         if isinstance(data, DataLoader):
-            raise ShardcError(
-                "a DataLoader is not a dataset",
-                where=self.where,
-                fix="pass its dataset, and its collate_fn and num_workers",
-            )
+            fault, fix = "a DataLoader is not a dataset", "pass its dataset, and its collate_fn and num_workers"
+            raise ShardcError(fault, where=self.where, fix=fix)
         if isinstance(data, Mapping):
             datasets = [name for name, x in data.items() if not isinstance(x, Tensor)]
-            fix = (
-                f"pass one of its entries, such as {datasets[0]!r}" if datasets else "pass a dataset of single samples"
-            )
+            fix = "pass a dataset of single samples"
+            fix = f"pass one of its entries, such as {datasets[0]!r}" if datasets else fix
             raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=fix)
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return False

@@ -129,9 +129,7 @@ class Stream(IterableDataset[Any]):
     def _parts(self) -> Iterator[Any]:
         state = _State()
         with _draws((self.seed, 3, self.epoch), state):
-            if hasattr(
-                self.dataset, "set_epoch"
-            ):  # as torch's distributed samplers and Hugging Face's datasets have it
+            if hasattr(self.dataset, "set_epoch"):  # as torch's distributed samplers and Hugging Face's datasets do
                 self.dataset.set_epoch(self.epoch)
             stream = iter(self.dataset)
             next(itertools.islice(stream, self.consumed, self.consumed), None)  # skip
@@ -171,10 +169,8 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
             add_note(e, f"in the collate function, of samples {_listed(numbers)}")
             raise
         if "equal size" not in str(e):
-            fault = (
-                f"torch cannot make a batch of samples {numbers[0]}, ...: {type(e).__name__}: "
-                f"{str(e).partition(chr(10))[0]}"
-            )
+            fault = f"torch cannot make a batch of samples {numbers[0]}, ...: {type(e).__name__}: "
+            fault += f"{str(e).partition(chr(10))[0]}"
             fix = "make each sample have the same keys, with tensors, arrays or numbers as values; or pass collate_fn"
             raise ShardcError(fault, where="engine.loader", fix=f"{fix} (in a model file, collate(samples))") from e
         raise ShardcError(

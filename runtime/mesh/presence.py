@@ -120,10 +120,8 @@ def _new_store(timeout: timedelta, named: float) -> tuple[Any, int, int]:
     address, port, rank, world = env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"])
     options: dict[str, Any] = {"multi_tenant": True, "wait_for_workers": False}
     if rank == 0 and address == LOOPBACK:
-        with (
-            socket.socket() as listener,
-            contextlib.suppress(OSError),
-        ):  # in use by a store of this process, which is shared
+        # in use: by a store of this process, which is shared
+        with socket.socket() as listener, contextlib.suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((LOOPBACK, port))
             listener.listen(world)

@@ -46,6 +46,7 @@ from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.local_processes import KILLED, Processes
 
+#: How soon a rank is named is shardc.runtime.launch.NAMED; launch also names the rank that failed first.
 #: Seconds for all ranks to report an error that all have; seconds for a disconnected rank to find the cause.
 OWN, CAUSE = 3.0, 10.0
 #: After this many times the seconds until it is named, the others end if a rank does not answer.
@@ -192,10 +193,8 @@ class Watch:
             fault = f"the connection to another rank broke in {doing}: its process was killed or hangs"
         fix = "see the error of that rank; continue from the last checkpoint"
         if "ended without an error" in fault:  # such as `if rank == 0: module.full_state_dict()`
-            fix = (
-                "see the error of that rank, and continue from the last checkpoint; if it has none, call this on every"
-                " rank, not only on some: all ranks run steps, saving and full_state_dict together"
-            )
+            fix = "see the error of that rank, and continue from the last checkpoint; if it has none, call this on"
+            fix += " every rank, not only on some: all ranks run steps, saving and full_state_dict together"
         return RankFailedError(fault, where=doing, fix=fix)
 
     def _key(self, rank: int) -> str:

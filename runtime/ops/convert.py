@@ -112,8 +112,7 @@ def _start_all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, n
 def _start_all_to_all(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: Shard, record: Record) -> Started:
     sent = shard_parts.stack(widen(x, new), new, mesh.size(axis))
     parts = torch.empty_like(sent)
-    counts = [sent[0].numel()] * mesh.size(axis)
-    work = mesh.start_all_to_all_rows(sent.view(-1), parts.view(-1), counts, counts, (axis,), **record)
+    work = mesh.start_all_to_all_rows(sent.view(-1), parts.view(-1), ([], []), (axis,), **record)
     return Started(work, lambda: trim(shard_parts.unstack(parts, old), old))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.program import Program
 from shardc.ir.types import continuous, requires_grad
+from shardc.runtime.mesh.step_context import changed
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.runnable import on_device
 
@@ -62,19 +64,18 @@ def _fix(program: Program) -> str:
     return _FIX + (_FLOAT16 if any(p.dtype == torch.float16 and p.requires_grad for p in program.params) else "")
 
 
-def skips_gradient(
-    action: Action, norm: Tensor, program: Program, params: Mapping[str, nn.Parameter], mesh: Any, *, step: int
-) -> bool:
+def skips_gradient(action: Action, norm: Tensor, model: Any) -> bool:
     """Return whether a step updates nothing, by the global 2-norm of its gradient, 0-dim. Collective.
 
     Backward can make a nan of a finite loss (square root of 0). A norm that overflows counts as finite if all gradients
-    are.
+    are. model: of this rank (shardc.runtime.step.local_model).
     """
     if action == "ignore" or math.isfinite(float(norm)):
         return False
+    program, params, step = model.program, model.owned, model.rng.step + 1
     grads = ((params[p.name].grad if p.name in params else None) for p in program.params)
     flags = [int(g is not None and not bool(g.isfinite().all())) for g in grads]
-    names = [p.fqn for p, ranks in zip(program.params, mesh.sum_on_host(flags), strict=True) if ranks]
+    names = [p.fqn for p, ranks in zip(program.params, model.mesh.sum_on_host(flags), strict=True) if ranks]
     if action == "stop" and names:
         more = f" and {len(names) - _NAMED} more parameters" if len(names) > _NAMED else ""
         fault = f"the loss of step {step} is finite, but not the gradient of {', '.join(names[:_NAMED])}{more}"
@@ -91,7 +92,10 @@ def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any
     program, mesh = interpreter.program, interpreter.mesh
     bad: dict[fx.Node, bool] = {}
     graphs = {s: on_device(program.stages[s].graph, mesh.device) for s in interpreter.stages}
-    with interpreter.replaced({s: fx.GraphModule(nn.Module(), watched(g, bad)) for s, g in graphs.items()}):
+    with ExitStack() as stack:
+        for s, g in graphs.items():
+            run = fx.GraphModule(nn.Module(), watched(g, bad))
+            stack.enter_context(changed(interpreter.stages[s], _run=run))
         interpreter.evaluate(values)
     # nodes are numbered through all stages: the first in forward has the lowest number
     starts = list(accumulate((len(stage.graph.nodes) for stage in program.stages), initial=0))

@@ -93,10 +93,8 @@ def lookup_error(what: str, key: str, where: str) -> OutOfRangeError:
     if key:
         fix = f"correct {key!r} in the batch (is it from another tokenizer?), or make the table larger"
     else:
-        fix = (
-            "make the table larger, or the sequences shorter (--seq of an hf: model): these numbers are made in"
-            " forward, as positions are, or from the batch's"
-        )
+        fix = "make the table larger, or the sequences shorter (--seq of an hf: model): these numbers are made in"
+        fix += " forward, as positions are, or from the batch's"
     ids = f"the id in {key!r}" if key else "the id"
     return OutOfRangeError(f"{ids} is outside of the table: {what}", where=where, fix=fix)
 

@@ -166,15 +166,20 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
 
 
-def newest(folder: Path) -> Path:
-    """Return the last checkpoint of a folder. Raises ShardcError if there is none."""
-    for g in generations(folder):
-        return g.path
-    raise none_in(folder)
+def checkpoints_in(path: Path) -> list[Generation]:
+    """Return the checkpoints at a path, newest first: itself, or those in it or in its `checkpoint`."""
+    for folder in (path / "checkpoint", path):
+        if folder.is_dir() and is_checkpoint(folder):
+            named = [g for g in generations(folder.parent) if g.path.name == folder.name]
+            return named or [Generation(folder, 0, 1, False)]  # one that the user renamed
+        if present := generations(folder):
+            return present
+    return []
 
 
 def none_in(folder: Path) -> ShardcError:
     """Build the error for a folder without a checkpoint."""
+    folder = inside if (inside := folder / "checkpoint").is_dir() else folder
     if any((folder / name).exists() for name in _OLDER_FORMAT):
         return ShardcError(
             "this is a checkpoint of torch.distributed.checkpoint, which shardc wrote before: it contains pickles",

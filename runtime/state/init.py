@@ -63,11 +63,9 @@ class Recipe:
         writers = [self.tape.entries[i] for i in self.tape.writers.get(ref.storage, ())]
         if 0 not in ref.shape and all(e.name.removeprefix("new_").startswith("empty") for e in writers):
             places = next((str(e.line) for e in writers), "")
-            raise ShardcError(
-                f"{fqn} is never initialised" + (f" (made at {places})" if places else ""),
-                where=fqn.rpartition(".")[0],
-                fix="initialise it where the model is built, or pass a real model instead of its builder",
-            )
+            fault = f"{fqn} is never initialised" + (f" (made at {places})" if places else "")
+            fix = "initialise it where the model is built, or pass a real model instead of its builder"
+            raise ShardcError(fault, where=fqn.rpartition(".")[0], fix=fix)
         return self.tape.replay([ref], seed)[0].contiguous()
 
 
@@ -105,18 +103,14 @@ def record_reset(model: nn.Module) -> Recipe:
     errors = Errors()
     for name, module in model.named_modules():
         if any(hasattr(module, method) for method in ("init_weights", "_init_weights")):
-            errors.add(
-                "the model is on the meta device and has its own initialisation, which had no effect there",
-                where=name or type(module).__name__,
-                fix="pass the function that builds the model instead of the model",
-            )
+            fault = "the model is on the meta device and has its own initialisation, which had no effect there"
+            fix = "pass the function that builds the model instead of the model"
+            errors.add(fault, where=name or type(module).__name__, fix=fix)
             break
         if any(t.is_meta for t in _tensors_of(module)) and _reset_of(module) is None:
-            errors.add(
-                f"{type(module).__name__} is on the meta device and has no reset_parameters()",
-                where=name,
-                fix="pass the function that builds the model instead of the model",
-            )
+            fault = f"{type(module).__name__} is on the meta device and has no reset_parameters()"
+            fix = "pass the function that builds the model instead of the model"
+            errors.add(fault, where=name, fix=fix)
     errors.raise_any()
     duplicate = copy.deepcopy(model)
 
@@ -138,9 +132,7 @@ def record_reset(model: nn.Module) -> Recipe:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    reset: Any = getattr(module, "reset_parameters", None) or getattr(
-        module, "_reset_parameters", None
-    )  # the latter: attention
+    reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))  # attention
     return reset if callable(reset) else None
 
 

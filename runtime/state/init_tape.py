@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
+from shardc.runtime.mesh.step_context import changed
 from shardc.runtime.state.boxes import Sliced, cast, in_memory, joined
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
@@ -304,20 +305,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self.tape.replay([ref], None)[0].clone()
         except RandomValueError as e:
             place = source.of_call()
-            raise ShardcError(
-                f"building the model reads the value of random numbers ({place.shown or e.args[0].name})",
-                where=place.line,
-                fix="pass a real model instead of its builder",
-            ) from e
+            fault = f"building the model reads the value of random numbers ({place.shown or e.args[0].name})"
+            fix = "pass a real model instead of its builder"
+            raise ShardcError(fault, where=place.line, fix=fix) from e
 
     def _meta(self, x: Tensor) -> Tensor:
         """Return x, or the meta tensor in place of a real x (from numpy, a file, torch.tensor), a constant."""
         if x.layout is not torch.strided or x.is_quantized:
-            raise ShardcError(
-                f"building the model makes a {x.layout} tensor",
-                where=source.of_call().line,
-                fix="pass a real model instead of its builder",
-            )
+            fault, fix = f"building the model makes a {x.layout} tensor", "pass a real model instead of its builder"
+            raise ShardcError(fault, where=source.of_call().line, fix=fix)
         storage = x.untyped_storage()
         if storage.device.type == "meta":
             return x
@@ -336,14 +332,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record ops in this context, even if the recorder is not open."""
         return nullcontext() if self._open else self
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def _pause(self) -> AbstractContextManager[None]:
         """Suspend recording in this context, for our own work on tensors."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return changed(self, _paused=True)
 
     def _add(
         self,

@@ -169,11 +169,9 @@ def _check(program: Program, given: Weights) -> None:
         present = [n for n in x.names if n in given.tensors] or [x.fqn]
         optional = isinstance(x, Buffer) and not x.persistent and not given.of_model
         if present[0] not in given.tensors and optional:
-            errors.add(
-                f"the buffer is not in the {given.what}: it is not persistent",
-                where=x.fqn,
-                fix="pass the model, which computes it, and the weights: program.engine(model, weights=...)",
-            )
+            fault = f"the buffer is not in the {given.what}: it is not persistent"
+            fix = "pass the model, which computes it, and the weights: program.engine(model, weights=...)"
+            errors.add(fault, where=x.fqn, fix=fix)
             continue
         expected |= dict.fromkeys(present, x.shape)
         if present[0] in given.tensors and not given.tied(present):

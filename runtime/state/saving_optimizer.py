@@ -73,10 +73,9 @@ def _groups(held: RankState, optimizer: Optimizer) -> list[_Group]:
             continue
         for x in settings["params"]:
             if id(x) not in known:
-                raise ShardcError(
-                    f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
-                    fix="make the optimizer from the parameters that shardc passes to it",
-                )
+                fault = f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program"
+                fix = "make the optimizer from the parameters that shardc passes to it"
+                raise ShardcError(fault, fix=fix)
         params = ((known[id(x)], x) for x in settings["params"])
         groups.append(_Group(settings, kind, [_Stepped(p, _named(p), x, False) for p, x in params]))
     return groups
@@ -185,14 +184,10 @@ def room_for(
     stepped = {s.param.fqn for s in every}
     rest = (p for p in program.params if p.name in held.params and p.fqn not in stepped)
     if idle := [p.fqn for p in rest if _named(p)[0] in saved]:
-        fault = (
-            f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, but this "
-            "one does not"
-        )
-        fix = (
-            "train the same parameters, or load it with optimizer=None, and start with that engine's full_state_dict() "
-            "as the model"
-        )
+        fault = f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}"
+        fault += ", but this one does not"
+        fix = "train the same parameters, or load it with optimizer=None, and start with that engine's"
+        fix += " full_state_dict() as the model"
         errors.add(fault, where=folder, fix=fix)
     check_tensors(
         errors,
@@ -267,10 +262,8 @@ def _check_settings(
         ours, theirs = _settings(saved[first]), _settings(saved[name])
         if other := [k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k)]:
             k = min(other)
-            fault = (
-                f"parameters of optimizer group {i} had different settings when they were saved: {k} was"
-                f" {ours.get(k)} for {first} and {theirs.get(k)} for {name}"
-            )
+            fault = f"parameters of optimizer group {i} had different settings when they were saved: {k} was"
+            fault += f" {ours.get(k)} for {first} and {theirs.get(k)} for {name}"
             errors.add(fault, where=folder, fix="make the same groups as before, or load it with optimizer=None")
             return
 

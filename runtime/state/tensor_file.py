@@ -20,27 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardc.errors import ShardcError
+from shardc.ir import type_text
 from shardc.runtime.state import disk_calls
 
-#: safetensors' names of dtypes, for those that both it and torch have.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
+#: safetensors' names of dtypes, for those that both it and torch have: mostly those of a program's text, in capitals.
+DTYPES = {name.upper(): dtype for dtype, name in type_text.DTYPES.items() if not name.startswith(("f8", "c128"))} | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Bytes that are written or read at once, and hashed while they are in the cache.

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Numbers, Sliced, in_memory_by_name, index
-from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, read_box, read_index
+from shardc.runtime.state.checkpoint_folder import checkpoints_in, read_box, read_index
 from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
 
 
@@ -58,8 +58,8 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
     if isinstance(path, Mapping):
         return WeightFiles(Path("the state_dict"), "in memory", in_memory_by_name(path))
     path = disk_calls.expanded(path)
-    if (checkpoint := checkpoint_in(path)) is not None:
-        return _of_checkpoint(path, checkpoint)
+    if checkpoints := checkpoints_in(path):
+        return _of_checkpoint(path, checkpoints[0].path)
     files = weight_files(path)
     if not files:
         fix = "name a .safetensors or .bin file, a folder that has some (with their index), or a checkpoint"
@@ -75,7 +75,7 @@ def of_files(path: Path, files: Sequence[Path]) -> WeightFiles:
 def has_weights(path: str | Path) -> bool:
     """Return whether there is anything at this path that `open_weights` would read."""
     path = disk_calls.expanded(path)
-    return checkpoint_in(path) is not None or bool(weight_files(path))
+    return bool(checkpoints_in(path) or weight_files(path))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -166,19 +166,8 @@ def torch_file(file: Path) -> dict[str, Tensor]:
 # --- a checkpoint of our own ------------------------------------------------------------------------------------------
 
 
-def checkpoint_in(path: Path) -> Path | None:
-    """Return the last checkpoint in a folder of `run --save` or `engine.save`, or the folder itself."""
-    for folder in (path / "checkpoint", path):
-        if folder.is_dir() and is_checkpoint(folder):
-            return folder
-        if folder.is_dir() and (present := generations(folder)):
-            return present[0].path
-    return None
-
-
 def _of_checkpoint(path: Path, checkpoint: Path) -> WeightFiles:
     content = read_index(checkpoint)
-
     tensors = {
         key.removeprefix("model."): Sliced(x.shape, x.dtype, functools.partial(read_box, checkpoint, content, key))
         for key, x in content.tensors.items()

@@ -87,10 +87,8 @@ def _padded(
     for x, leaf in _inputs_in(program, batch):
         d = length_dim[x.path]
         if x.path not in fill and isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == length != size:
-            fault = (
-                f"its dim {d} has the batch's length, {length}, which is padded to {size}, but it has no number "
-                "to pad with"
-            )
+            fault = f"its dim {d} has the batch's length, {length}, which is padded to {size}, but it has no number "
+            fault += "to pad with"
             raise ShardcError(fault, where=name_of(x.path), fix=f"write batch: {{pad: {{{name_of(x.path)}: ...}}}}")
 
     def longer(path: Path, leaf: Any) -> Any:

@@ -175,7 +175,7 @@ class Engine:
             )
         schedules = scheduler if trains else None
         self._optimizer_half = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
-        self._evaluation = Evaluation(local, self._checks)
+        self._evaluation = Evaluation(local, self._checks, self._optimizer_half.check_consistent)
         like = skeleton(loaded.model)
         self._saver = Saver(local, self._optimizer_half, self.loaders, self._checks, like, loaded.folder)
         self.loads: tuple[Load, ...] = ()
@@ -228,11 +228,9 @@ class Engine:
         """
         self._optimizer_half.check_consistent()
         if not self._waiting:
-            raise ShardcError(
-                "no backward was called since the last update: the current gradients are used already",
-                where="engine.update",
-                fix="engine.backward(batch) and then engine.update(), or engine.step(batch), which does both",
-            )
+            fault = "no backward was called since the last update: the current gradients are used already"
+            fix = "engine.backward(batch) and then engine.update(), or engine.step(batch), which does both"
+            raise ShardcError(fault, where="engine.update", fix=fix)
         self._checks.call("an update")
         self._update()
 
@@ -301,7 +299,6 @@ class Engine:
 
         If forward branches on `self.training`, the model is compiled once more, in eval mode.
         """
-        self._optimizer_half.check_consistent()
         return self._evaluation.loss(batch, local=local, gather=gather)
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
@@ -311,7 +308,6 @@ class Engine:
         divisors, such as each batch's number of tokens (shardc.runtime.step.means); other single numbers: by rows (a
         note if the loss is one).
         """
-        self._optimizer_half.check_consistent()
         return self._evaluation.losses(batches, local=local)
 
     def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
@@ -323,7 +319,6 @@ class Engine:
         The first call compiles a forward-only program on the same parameters: logits stay split by classes, and are
         computed a few rows at a time. Raises ShardcError if the loss has no cross entropy of class indices, or several.
         """
-        self._optimizer_half.check_consistent()
         return self._evaluation.score(batch, local=local, gather=gather)
 
     def score_all(
@@ -334,7 +329,6 @@ class Engine:
         Only targets that the loss counts. Exact on any mesh. each: called on every rank with the scores of all rows of
         each batch. Raises NoBatchesError without any batch.
         """
-        self._optimizer_half.check_consistent()
         return self._evaluation.scores(batches, local=local, each=each)
 
     def generate(
@@ -360,7 +354,6 @@ class Engine:
         options = needed("generation", "runtime", "Options")(
             tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=ends, seed=seed
         )
-        self._optimizer_half.check_consistent()
         return self._evaluation.generate(prompts, options)
 
     # --- the state
@@ -652,10 +645,8 @@ class Engine:
         return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {kind}, {self.step_count} steps done>"
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        fix = (
-            "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) can be called "
-            "like a model"
-        )
+        fix = "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) can be called "
+        fix += "like a model"
         raise ShardcError("an engine cannot be called", where="engine(...)", fix=fix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.ir.units import plural
 from shardc.optional import registered
 from shardc.runtime.offload import Offload
 from shardc.runtime.state.owners import Owners
@@ -36,13 +37,7 @@ def assumed(program: Program) -> OptimizerOf:
 
 
 def create_optimizer(
-    make: OptimizerOf,
-    program: Program,
-    buckets: Buckets,
-    mesh: Any,
-    offload: Offload,
-    *,
-    try_it: bool = True,
+    make: OptimizerOf, program: Program, buckets: Buckets, mesh: Any, offload: Offload, *, try_it: bool = True
 ) -> tuple[torch.optim.Optimizer | None, Owners]:
     """Make the optimizer of this rank's parameters, and say where these are stepped.
 
@@ -99,11 +94,15 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
 
 def _check_parameters(optimizer: torch.optim.Optimizer, trained: NamedParameters, mesh: Any) -> None:
     """Check that the optimizer trains all parameters that it received, and nothing else."""
-    if left := param_groups.not_trained(optimizer, trained):
-        if not param_groups.trains_any(optimizer, trained):
-            fault = "the optimizer has none of the passed parameters: nothing would train"
-            fix = "make it from the function's argument: lambda params: torch.optim.AdamW(params, lr=3e-4)"
-            raise ShardcError(fault, where="optimizer", fix=fix)
-        mesh.note(f"the optimizer has none of {left}: nothing updates them")
-    if others := param_groups.describe_foreign_params(optimizer, trained):
-        mesh.note(f"the optimizer has {others} not passed to it: no step computes a gradient for that")
+    held, given = {id(p): p for group in optimizer.param_groups for p in group["params"]}, {id(p) for _, p in trained}
+    left = [name for name, p in trained if id(p) not in held]
+    if len(left) == len(trained):
+        fault = "the optimizer has none of the passed parameters: nothing would train"
+        fix = "make it from the function's argument: lambda params: torch.optim.AdamW(params, lr=3e-4)"
+        raise ShardcError(fault, where="optimizer", fix=fix)
+    if left:
+        more = f" and {len(left) - 5} more parameters" if len(left) > 5 else ""
+        mesh.note(f"the optimizer has none of {', '.join(left[:5])}{more}: nothing updates them")
+    if others := [str(list(p.shape)) for i, p in held.items() if i not in given]:
+        shapes = f"{plural(len(others), 'parameter')} of shape {', '.join(others[:5])}"
+        mesh.note(f"the optimizer has {shapes} not passed to it: no step computes a gradient for that")

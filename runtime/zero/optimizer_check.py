@@ -361,9 +361,8 @@ class Trial:
         # parameters and their state are not copied but replaced
         memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         memo |= {id(s): {} for s in optimizer.state.values()}
-        options = {
-            k: v for k, v in optimizer.__dict__.items() if k != "step"
-        }  # a scheduler may have wrapped the original's step
+        # a scheduler may have wrapped the original's step
+        options = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(copy.deepcopy(options, memo))
         self._optimizer.state.clear()

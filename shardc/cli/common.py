@@ -178,12 +178,6 @@ def check_outputs(files: Mapping[str, Path | None] = {}, folders: Mapping[str, P
         _try(existing, path, option)
 
 
-def saved_in(folder: Path) -> Path:
-    """Return the folder of checkpoints in what `shardc run --save` wrote; else the folder itself."""
-    inside = folder / "checkpoint"
-    return inside if inside.is_dir() else folder
-
-
 def _try(folder: Path, path: Path, option: str) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder) as f:

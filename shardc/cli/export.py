@@ -38,16 +38,17 @@ def command(
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
         from shardc.runtime.state.boxes import cuts
+        from shardc.runtime.state.checkpoint_folder import checkpoints_in
         from shardc.runtime.state.export import MAX_FILE_BYTES, foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.fitting import check_tensors
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
-        from shardc.runtime.state.weight_files import checkpoint_in, open_weights
+        from shardc.runtime.state.weight_files import open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
         if not overwrite and (foreign := foreign_weights(out)) is not None:
             raise refused(foreign, "add --overwrite")
-        if checkpoint_in(checkpoint) is None:
+        if not checkpoints_in(checkpoint):
             fix = "name a folder that `shardc run --save` wrote"
             raise ShardcError(f"there is no checkpoint in {checkpoint}", where=str(checkpoint), fix=fix)
         file = model_file.load(model)

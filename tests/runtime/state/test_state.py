@@ -21,7 +21,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import export, loading, parts, saving, sources
-from shardc.runtime.state.checkpoint_folder import newest, read_index
+from shardc.runtime.state.checkpoint_folder import checkpoints_in, read_index
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init import named_tensors, record
 from shardc.runtime.state.owners import RankState
@@ -396,7 +396,7 @@ def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path
 
     model = Net()
     _save(tmp_path / "c", model, {"tp": 4}, {"step": 3, "seed": 5}, OPTIMIZERS["adamw"])
-    export_checkpoint(tmp_path / "c", tmp_path / "torch")
+    export_checkpoint(checkpoints_in(tmp_path / "c")[0].path, tmp_path / "torch")
     dcp_to_torch_save(tmp_path / "torch", tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")
     for n, x in model.state_dict().items():
@@ -407,7 +407,7 @@ def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path
     assert import_checkpoint(tmp_path / "torch", tmp_path / "back").startswith("12 tensors of")
     back, _ = _load(tmp_path / "back", Net(), OPTIMIZERS["adamw"])
     assert torch.equal(back["qkv_weight"], model.qkv.weight)
-    ours, theirs = (read_index(newest(tmp_path / n)) for n in ("c", "back"))
+    ours, theirs = (read_index(checkpoints_in(tmp_path / n)[0].path) for n in ("c", "back"))
     assert (ours.extra, ours.optimizer, ours.step) == (theirs.extra, theirs.optimizer, theirs.step)
 
 
