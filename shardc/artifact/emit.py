@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def function(graph: fx.Graph, program: Program, name: str = "forward", fold: Fol
             kind = f"  # {value_text(value)}"
         lines.append(f"    {node.name},{kind}")
     lines.append("):")
-    last = _last_uses(graph)
+    last = last_uses(graph)
     header, header_source = source_text(Source()), (Source(), "")
     for node in fold.nodes(graph, "call_function"):
         if isinstance(node, str):
@@ -96,7 +97,7 @@ def function(graph: fx.Graph, program: Program, name: str = "forward", fold: Fol
             lines.append(f"    {_call(node)}{sent}")
         else:
             lines.append(f"    {node.name} = {_call(node)}  # {comment(node)}")
-        gone = [n for n in last.get(node, ()) if n != node.name or node.target not in EFFECTS]
+        gone = [n.name for n in last[node] if n.op == "call_function" and (n is not node or n.target not in EFFECTS)]
         if gone:
             lines.append(f"    del {', '.join(gone)}")
     return "\n".join([*lines, f"    return {_arg(graph.output_node().args[0])}"]) + "\n"
@@ -371,15 +372,13 @@ def _arg(a: Any) -> str:
     raise TypeError(f"{a!r} of type {type(a).__name__} cannot stand in a program")
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """Return {op: the values that it reads last}: deleting them there keeps memory as eager code would."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        last[node] = node  # until something reads it
-        for used in node.all_input_nodes:
-            last[used] = node
-    gone: dict[fx.Node, list[str]] = {}
+def last_uses(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
+    """Return {node: the values that it is the last to read, or its own if nobody reads it}.
+
+    Deleting them there keeps memory as eager code would.
+    """
+    last = {used: node for node in graph.nodes for used in (node, *node.all_input_nodes)}
+    gone: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for used, user in last.items():
-        if used.op == "call_function" and user.op != "output":
-            gone.setdefault(user, []).append(used.name)
+        gone[user].append(used)
     return gone

@@ -69,9 +69,8 @@ class Ledger(TorchDispatchMode):
             return
         if (fake_device(x) if isinstance(x, FakeTensor) else x.device).type == "meta":  # it takes no memory
             return
-        storage = self.storages[key] = Storage(
-            untyped.nbytes(), self.kind, self._op(), tuple(map(int, x.shape)), x.dtype
-        )
+        shape = tuple(map(int, x.shape))
+        storage = self.storages[key] = Storage(untyped.nbytes(), self.kind, self._op(), shape, x.dtype)
         self.parts[-1].changes.append((1, storage))
 
         def freed(_: Any) -> None:

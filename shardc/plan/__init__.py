@@ -4,7 +4,7 @@ planner       plans, prices given specs and answers questions; search: finds the
 space         the choices: mesh, ZeRO, schedule, recomputation, ...
 few_layers    the model with few of its layers, and the facts that a plan needs
 runs          dry runs of few layers; stage: costs of the parts of a stage's step
-rank          tier one: estimates every choice by arithmetic on one block
+estimate      tier one: estimates every choice by arithmetic on one block
 price         tier two: prices a spec by its own dry runs
 result        Plan, Candidate
 questions     the largest that fits, what would help most, the best of several clusters

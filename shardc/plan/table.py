@@ -76,11 +76,9 @@ def named(c: Candidate) -> str:
 
 def more(c: Candidate) -> list[str]:
     """Return the other settings of the spec: rows of modules split over more axes, compiled layers."""
-    rows = [name for name, dims in c.spec.to_dict().get("activations", {}).items() if 0 in dims]
-    return [
-        *(f"rows of {name} over more" for name in rows),
-        *(["compiled"] if c.spec.execution.compile != "none" else []),
-    ]
+    dims_of = c.spec.to_dict().get("activations", {})
+    rows = [f"rows of {name} over more" for name, dims in dims_of.items() if 0 in dims]
+    return rows + (["compiled"] if c.spec.execution.compile != "none" else [])
 
 
 def running(c: Candidate) -> str:
