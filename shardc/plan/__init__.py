@@ -114,11 +114,8 @@ def _number(devices: int | None, machine: Device, specs: Sequence[Spec]) -> int:
     if devices is None and machine.nodes is not None:
         devices = machine.nodes * machine.node
     if devices is None:
-        raise ShardcError(
-            "the number of devices is missing",
-            where="--devices",
-            fix="add e.g. --devices 64, or price a spec with --given spec.yaml; in Python devices=64, given=...",
-        )
+        fix = "add e.g. --devices 64, or price a spec with --given spec.yaml; in Python devices=64, given=..."
+        raise ShardcError("the number of devices is missing", where="--devices", fix=fix)
     if isinstance(devices, bool) or not isinstance(devices, int):
         raise ShardcError(f"{devices!r} is no number of devices", where="--devices", fix="a whole number, such as 8")
     if devices < 1:

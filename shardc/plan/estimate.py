@@ -74,14 +74,12 @@ class Block:
     def of(each: Sequence[Stages], *, sequence_parallel: bool = False) -> Block:
         """Build a block from its stages with each number of ROWS."""
         s = each[0]
-        if s.whole is not None:
-            whole = _vector([x.whole for x in each if x.whole is not None], s.ranks["whole"].weights)
-            return Block(np.array([whole] * 4), whole=True, sequence_parallel=sequence_parallel)
-        first, one, two, last = (
-            _vector([getattr(x, name) for x in each], s.ranks[name].weights) for name in ("first", "one", "two", "last")
-        )
-        vectors = np.array([first, one, two - one, last])
-        return Block(vectors, beside_layers(s), s.before, s.period, sequence_parallel=sequence_parallel)
+        vectors = [_vector([x.stages[name] for x in each], rank.weights) for name, rank in s.ranks.items()]
+        if "whole" in s.ranks:
+            return Block(np.array(vectors * 4), whole=True, sequence_parallel=sequence_parallel)
+        first, one, two, last = vectors
+        parts = np.array([first, one, two - one, last])
+        return Block(parts, beside_layers(s), s.before, s.period, sequence_parallel=sequence_parallel)
 
     @property
     def unit(self) -> Vector:

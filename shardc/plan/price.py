@@ -148,9 +148,9 @@ def beside_layers(stages: Stages) -> tuple[float, float]:
         return float(sum(s.typical(kind)[causes].sum() for kind in s.computing))
 
     here = slice(CAUSES.start, CAUSES.start + 3)
-    one, two = stages.one, stages.two
+    first, one, two, last = stages.stages.values()
     more = max(seconds(two) - seconds(one), seconds(two, here) - seconds(one, here), 1e-12) / stages.period
-    return (seconds(stages.first) - seconds(one)) / more, (seconds(stages.last) - seconds(one)) / more
+    return (seconds(first) - seconds(one)) / more, (seconds(last) - seconds(one)) / more
 
 
 def _composed(

@@ -169,11 +169,8 @@ class Plan:
         a = self.target
         if not self.candidates:
             why = "; ".join(f"{k}: {v}" for k, v in list(self.refused.items())[:3])
-            return ShardcError(
-                f"no way to use {a.devices} devices was found{': ' + why if why else ''}",
-                where=a.model,
-                fix="see --global-batch",
-            )
+            fault = f"no way to use {a.devices} devices was found{': ' + why if why else ''}"
+            return ShardcError(fault, where=a.model, fix="see --global-batch")
         near = min(self.candidates, key=lambda c: c.needs)
         kind, most = max(near.memory.items(), key=lambda x: x[1])
         way = {

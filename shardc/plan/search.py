@@ -323,11 +323,8 @@ class Search:
 
         With repeated layers, pipelines of any length share a run if their schedules split backward in the same way.
         """
-        whole = (
-            (c.pp, c.schedule, c.per_rank)
-            if self.library.facts.layers is None
-            else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
-        )
+        few = SCHEDULES[c.schedule].splits_backward, c.pp == 1
+        whole = (c.pp, c.schedule, c.per_rank) if self.library.facts.layers is None else few
         return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
 
 

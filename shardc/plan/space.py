@@ -6,11 +6,11 @@ the rest     sequence parallel, ZeRO, recomputation, the schedule, rows of a mic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from shardc.passes.annotate.indivisible import divisors
 from shardc.runtime.schedule import SCHEDULES
 
 Keep = Literal["none", "cheap", "products", "selective", "sent", "half", "quarter", "eighth", "full", "host"]
@@ -117,10 +117,6 @@ class Choice:
         return self.dp * self.ep * self.rows * self.microbatches
 
     @property
-    def stages(self) -> int:
-        return self.pp * self.per_rank
-
-    @property
     def sharding(self) -> str:
         """The axis that ZeRO shards over: the experts' with `over_experts`, else dp, or cp if there is no dp."""
         if self.over_experts:
@@ -193,7 +189,7 @@ def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str
     """Return a choice as a spec. counts: layers of each stage."""
     c, how, sizes = choice, CHECKPOINTS[choice.checkpoint], {"microbatches": choice.microbatches}
     rows = {name: {0: "tp"} for name in facts.encoders if c.encoder_rows and c.tp > 1}
-    number = {"balance": list(counts)} if counts else {"stages": c.stages}
+    number = {"balance": list(counts)} if counts else {"stages": c.pp * c.per_rank}
     document: dict[str, Any] = {
         "shardc": 1,
         "mesh": c.mesh,
@@ -209,11 +205,6 @@ def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str
         "precision": dict(facts.precision),
     }
     return {name: section for name, section in document.items() if section}
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:

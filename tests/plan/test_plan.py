@@ -69,13 +69,10 @@ def batch():
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, wide: int = 0) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(hidden),
-            nn.Linear(hidden, 4 * hidden),
-            nn.Linear(4 * hidden, hidden),
-        )
+        wide = wide or 4 * hidden
+        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, wide), nn.Linear(wide, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
@@ -84,10 +81,10 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """A language model without attention: many layers, few ops."""
 
-    def __init__(self, layers: int, hidden: int = 64, vocab: int = 128) -> None:
+    def __init__(self, layers: int, hidden: int = 64, vocab: int = 128, wide: int = 0) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
-        self.h = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.h = nn.ModuleList(Block(hidden, wide) for _ in range(layers))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
@@ -664,7 +661,7 @@ def test_layers_of_another_kind_that_come_first_are_recomputed_too() -> None:
     c = Choice(pp=2, rows=4, microbatches=4, checkpoint="full")
     none, full = (q.library.block(replace(c, checkpoint=keep).core) for keep in ("none", "full"))
     kept = KINDS.index("activations")
-    before, after = (x.first.part("F", "middle")[NET][kept] for x in (none, full))
+    before, after = (x.stages["first"].part("F", "middle")[NET][kept] for x in (none, full))
     assert after < 0.2 * before
 
 
