@@ -100,9 +100,7 @@ def dry_run(
 def _affordable(program: Program, rank: int) -> int:
     """Return how many microbatches are run: all, unless they are many and large."""
     placement = schedules.of(program).placement
-    nodes = sum(
-        len(s.graph.nodes) for s, coordinate in zip(program.stages, placement, strict=True) if coordinate == rank
-    )
+    nodes = sum(len(s.graph.nodes) for s, at in zip(program.stages, placement, strict=True) if at == rank)
     return max(min(program.microbatches, OPS // nodes), 3, _for_pairs(schedules.of(program).actions[rank]))
 
 

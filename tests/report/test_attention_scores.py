@@ -41,30 +41,30 @@ def program(**sequence: Any) -> shardc.Program:
 
 
 def test_a_zigzag_is_drawn_and_counted() -> None:
-    full, window = attention_scores.squares(program(method="ring", balance="zigzag"))
-    assert full.method == window.method == "ring"
-    assert full.over == (("cp", 4),)
-    assert sum(full.pairs) == LENGTH * (LENGTH + 1) // 2
-    assert len(set(full.pairs)) == 1
-    assert sum(window.pairs) == 8 * LENGTH - 28
-    assert window.sent < full.sent
-    cells = full.cells()
+    full, window = attention_scores.to_json(program(method="ring", balance="zigzag"))
+    assert full["method"] == window["method"] == "ring"
+    assert full["over"] == {"cp": 4}
+    assert sum(full["pairs"]) == LENGTH * (LENGTH + 1) // 2
+    assert len(set(full["pairs"])) == 1
+    assert sum(window["pairs"]) == 8 * LENGTH - 28
+    assert window["bytes"] < full["bytes"]
+    cells = full["cells"]
     assert [row[0] for row in cells] == [r for r in (0, 1, 2, 3, 3, 2, 1, 0) for _ in range(4)]
     assert all((cells[i][j] is None) == (j > i) for i in range(32) for j in range(32))
-    assert all((window.cells()[i][j] is None) == (j > i or j < i - 4) for i in range(32) for j in range(32))
+    assert all((window["cells"][i][j] is None) == (j > i or j < i - 4) for i in range(32) for j in range(32))
 
 
 def test_one_stretch_a_rank_is_uneven() -> None:
-    full, _ = attention_scores.squares(program(method="gather", balance="none"))
-    assert full.uneven > 1.6
+    pairs = attention_scores.to_json(program(method="gather", balance="none"))[0]["pairs"]
+    assert max(pairs) * len(pairs) > 1.6 * sum(pairs)
     assert "times the mean" in attention_scores.text(program(method="gather", balance="none"))
 
 
 def test_heads_that_are_split() -> None:
-    full, _ = attention_scores.squares(program(method="ulysses"))
-    assert full.heads == (1, 4)
-    assert full.over == ()
-    assert full.method == "heads split"
+    full, _ = attention_scores.to_json(program(method="ulysses"))
+    assert (full["heads_a_rank"], full["heads"]) == (1, 4)
+    assert full["over"] == {}
+    assert full["method"] == "heads split"
     assert "1 of 4 heads" in attention_scores.text(program(method="ulysses"))
 
 

@@ -163,10 +163,7 @@ class OpTimes(Ledger):
             self._waiting.append((part, op._replace(of=""), self._last))
 
     def _note(self, part: str, op: Op, seconds: float) -> None:
-        entry = self._found.get((part, op))
-        if entry is None:
-            self._found[part, op] = OpTime(part, op, 1, seconds, seconds)
-            return
+        entry = self._found.setdefault((part, op), OpTime(part, op, 0, 0.0, seconds))
         entry.count += 1
         entry.seconds += seconds
         entry.least = min(entry.least, seconds)

@@ -32,14 +32,7 @@ from shardc.verify.static import Proof
 
 #: Scripts in the order in which they run: those that others use come first.
 DRAWING = (
-    "dagre.min.js",
-    "draw.js",
-    "base.js",
-    "spec.js",
-    "tree.js",
-    "graph.js",
-    "timeline.js",
-    "memory.js",
+    *("dagre.min.js", "draw.js", "base.js", "spec.js", "tree.js", "graph.js", "timeline.js", "memory.js"),
     "panels.js",
 )
 SCRIPTS = (*DRAWING, "document.js", "page.js")
