@@ -140,22 +140,17 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             lacking = [x for x in program.inputs if x.path not in by_path]
             same_form = (name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype))
             near = nearest(name_of(path), [name_of(x.path) for x in lacking]) or next(same_form, "")
-            errors.add(
-                f"the program was compiled without this input, {type_name(leaf.dtype, leaf.shape)}",
-                where=name_of(path),
-                fix=f"name it {near!r}" if near else "leave it out, or compile again with a batch that has it",
-            )
+            fault = f"the program was compiled without this input, {type_name(leaf.dtype, leaf.shape)}"
+            fix = f"name it {near!r}" if near else "leave it out, or compile again with a batch that has it"
+            errors.add(fault, where=name_of(path), fix=fix)
     for path, then in program.baked:
         now = by_path.get(path)
         if isinstance(now, str) and isinstance(then, str) and now != then and len(path) == 1:  # not for texts in lists
             fault = f"the batch gives {now!r}, but the program was compiled with {then!r} in its place"
             errors.add(fault, where=name_of(path), fix="compile again with a batch that has this value")
         elif isinstance(now, (bool, int, float)) and now != then and then == then:
-            errors.add(
-                f"the batch gives the number {now}, but the program was compiled with {then} there",
-                where=name_of(path),
-                fix=f"pass it as a tensor, also to compile: torch.tensor({now})",
-            )
+            fault = f"the batch gives the number {now}, but the program was compiled with {then} there"
+            errors.add(fault, where=name_of(path), fix=f"pass it as a tensor, also to compile: torch.tensor({now})")
     parts = {}
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):

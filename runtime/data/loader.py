@@ -23,7 +23,7 @@ from shardc.ir.program import Program
 from shardc.runtime.data.inputs import batch_dims, mapped, name_of
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.data.worker import Reader, Stream
+from shardc.runtime.data.worker import Reader, Stream, started
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Loader:
         sample_errors).
         """
         stream, nonempty = self.order.size is None, self.consumed > 0
-        for part in self._reader():
+        for part in started(self._reader()):
             if isinstance(part, Failed):
                 raise part.again()
             nonempty, rest = True, self.order.at_rest
@@ -192,27 +192,18 @@ class Loader:
         errors.raise_any()
         sizes = {name_of(x.path): x.shape[d] for x in self.program.inputs if (d := self._dims[x.name]) is not None}
         if not sizes:
-            raise ShardcError(
-                "none of the program's inputs has a batch dim",
-                where=self.where,
-                fix="set one in the spec's batch: {dims: ...}",
-            )
+            fault, fix = "none of the program's inputs has a batch dim", "set one in the spec's batch: {dims: ...}"
+            raise ShardcError(fault, where=self.where, fix=fix)
         batch = min(sizes.values())
         for name, size in sizes.items():
             if size % batch:
                 fix = f"set the batch dim of {name!r} in the spec's batch: {{dims: ...}}, or null if it has none"
-                errors.add(
-                    f"its batch dim is {size} long, which is not a multiple of the other inputs' {batch}",
-                    where=name,
-                    fix=fix,
-                )
+                fault = f"its batch dim is {size} long, which is not a multiple of the other inputs' {batch}"
+                errors.add(fault, where=name, fix=fix)
         errors.raise_any()
         if requested is not None and requested != batch:
-            raise ShardcError(
-                f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples",
-                where=self.where,
-                fix=f"leave it out, or compile with a batch of {requested}",
-            )
+            fault = f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples"
+            raise ShardcError(fault, where=self.where, fix=f"leave it out, or compile with a batch of {requested}")
         return batch
 
     def _samples(self) -> Tensor:
@@ -229,11 +220,9 @@ class Loader:
             if not torch.equal(places, samples.repeat_interleave(rows)) or (
                 indices is not None and not torch.equal(indices, samples)
             ):
-                raise ShardcError(
-                    "its batch dim is not split into the same whole samples on the same ranks as the other inputs",
-                    where=name_of(x.path),
-                    fix="split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader",
-                )
+                fault = "its batch dim is not split into the same whole samples on the same ranks as the other inputs"
+                fix = "split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader"
+                raise ShardcError(fault, where=name_of(x.path), fix=fix)
             indices = samples
         assert indices is not None
         return indices
@@ -242,11 +231,8 @@ class Loader:
         """Return whether samples come in the dataset's own order. Raises ShardcError if it is no dataset."""
         data = self.dataset
         if isinstance(data, DataLoader):
-            raise ShardcError(
-                "a DataLoader is not a dataset",
-                where=self.where,
-                fix="pass its dataset, and its collate_fn and num_workers",
-            )
+            fault, fix = "a DataLoader is not a dataset", "pass its dataset, and its collate_fn and num_workers"
+            raise ShardcError(fault, where=self.where, fix=fix)
         if isinstance(data, Mapping):
             datasets = [name for name, x in data.items() if not isinstance(x, Tensor)]
             fix = (
