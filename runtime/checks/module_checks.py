@@ -51,11 +51,9 @@ class ModuleChecks(Checks):
         tensor_parts.end_plain()  # begun by an optimizer's step that failed
         torch_modes.check(call, self._mesh.device.type, training=False)
         if current_backward() is not None:
-            raise ShardcError(
-                "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would be lost",
-                where=call,
-                fix="call the module directly; the spec's `checkpoint:` says what is recomputed",
-            )
+            fault = "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would be lost"
+            fix = "call the module directly; the spec's `checkpoint:` says what is recomputed"
+            raise ShardcError(fault, where=call, fix=fix)
         self._watched.check()
         if training and torch.is_grad_enabled():
             self._loop.check_model(self._source.idle_optimizer, changed=self._model.written)

@@ -243,11 +243,7 @@ class WatchedParameters:
     """
 
     def __init__(
-        self,
-        program: Program,
-        params: Mapping[str, nn.Parameter],
-        sharded: Collection[str],
-        partial: Collection[str],
+        self, program: Program, params: Mapping[str, nn.Parameter], sharded: Collection[str], partial: Collection[str]
     ) -> None:
         self._params, self._sharded, self._partial = params, sharded, partial
         self._fqns = {p.name: p.fqn for p in program.params}

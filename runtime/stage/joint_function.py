@@ -74,23 +74,14 @@ class JointCall:
     def _check(self) -> None:
         """Raise ShardcError for a backward that cannot run, or would give wrong gradients."""
         if self._ended:
-            raise ShardcError(
-                "the backward of this loss has run already",
-                where="loss.backward()",
-                fix="call module(...) again, or loss.backward(retain_graph=True) before",
-            )
+            fix = "call module(...) again, or loss.backward(retain_graph=True) before"
+            raise ShardcError("the backward of this loss has run already", where="loss.backward()", fix=fix)
         if self._buckets.version() != self._version:
-            raise ShardcError(
-                "parameters were written to between the forward of this loss and its backward",
-                where="loss.backward()",
-                fix="call optimizer.step() after loss.backward()",
-            )
+            fault = "parameters were written to between the forward of this loss and its backward"
+            raise ShardcError(fault, where="loss.backward()", fix="call optimizer.step() after loss.backward()")
         if torch.is_grad_enabled():
-            raise ShardcError(
-                "gradients of a program have no graph, by which they could be differentiated",
-                where="loss.backward(create_graph=True)",
-                fix=f"call loss.backward(); {_AROUND}",
-            )
+            fault = "gradients of a program have no graph, by which they could be differentiated"
+            raise ShardcError(fault, where="loss.backward(create_graph=True)", fix=f"call loss.backward(); {_AROUND}")
         self._check_whole()
 
     def _check_whole(self) -> None:
@@ -107,11 +98,9 @@ class JointCall:
                     fix=f"call loss.backward() and read each p.grad; {_AROUND}",
                 )
             if not runs:
-                raise ShardcError(
-                    "with inputs=, backward would skip the sums of gradients over ranks: no gradient would arrive",
-                    where="loss.backward(inputs=...)",
-                    fix="call loss.backward(), and set the .grad that you do not need to None",
-                )
+                fault = "with inputs=, backward would skip the sums of gradients over ranks: no gradient would arrive"
+                fix = "call loss.backward(), and set the .grad that you do not need to None"
+                raise ShardcError(fault, where="loss.backward(inputs=...)", fix=fix)
 
 
 def _nothing() -> None:

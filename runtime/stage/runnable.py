@@ -100,11 +100,8 @@ class RunnableStage:
         if self._joint is not None:
             return self._joint
         if self._stage.joint is None:
-            raise ShardcError(
-                "the program has no backward graph: an earlier version of shardc wrote it",
-                where=self._stage.name,
-                fix="compile again",
-            )
+            fault, fix = "the program has no backward graph: an earlier version of shardc wrote it", "compile again"
+            raise ShardcError(fault, where=self._stage.name, fix=fix)
         with WRITING, uncollected():
             graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
             self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._make)

@@ -228,11 +228,9 @@ class Engine:
         """
         self._optimizer_half.check_consistent()
         if not self._waiting:
-            raise ShardcError(
-                "no backward was called since the last update: the current gradients are used already",
-                where="engine.update",
-                fix="engine.backward(batch) and then engine.update(), or engine.step(batch), which does both",
-            )
+            fault = "no backward was called since the last update: the current gradients are used already"
+            fix = "engine.backward(batch) and then engine.update(), or engine.step(batch), which does both"
+            raise ShardcError(fault, where="engine.update", fix=fix)
         self._checks.call("an update")
         self._update()
 

@@ -36,13 +36,7 @@ def assumed(program: Program) -> OptimizerOf:
 
 
 def create_optimizer(
-    make: OptimizerOf,
-    program: Program,
-    buckets: Buckets,
-    mesh: Any,
-    offload: Offload,
-    *,
-    try_it: bool = True,
+    make: OptimizerOf, program: Program, buckets: Buckets, mesh: Any, offload: Offload, *, try_it: bool = True
 ) -> tuple[torch.optim.Optimizer | None, Owners]:
     """Make the optimizer of this rank's parameters, and say where these are stepped.
 

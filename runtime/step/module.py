@@ -155,11 +155,9 @@ class ShardedModule(ModuleState):
             return super().get_submodule(target)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardcError(
-            "a module of one rank of a running world cannot be pickled",
-            where="pickle of program.module(...)",
-            fix="save with module.save(folder, optimizer), or module.full_state_dict() of the whole model",
-        )
+        fault = "a module of one rank of a running world cannot be pickled"
+        fix = "save with module.save(folder, optimizer), or module.full_state_dict() of the whole model"
+        raise ShardcError(fault, where="pickle of program.module(...)", fix=fix)
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
         """Return {placeholder name: buffer}."""
@@ -286,11 +284,8 @@ def _check_supported(program: Program) -> None:
             fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
         )
     if program.axis:
-        raise ShardcError(
-            f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule",
-            where="pipeline",
-            fix="use program.engine(...)",
-        )
+        fault = f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule"
+        raise ShardcError(fault, where="pipeline", fix="use program.engine(...)")
     if program.spec.precision.loss_scale is not None:
         raise ShardcError(
             "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "

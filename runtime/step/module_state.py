@@ -38,11 +38,9 @@ class ModuleState(nn.Module):
         Raises ShardcError for whole weights if this rank has parts, for slices of another rank, and for `assign`.
         """
         if assign:
-            raise ShardcError(
-                "the program uses its own parameters, and this would replace them",
-                where="module.load_state_dict(..., assign=True)",
-                fix="leave assign out: then values are written into the parameters",
-            )
+            fault = "the program uses its own parameters, and this would replace them"
+            fix = "leave assign out: then values are written into the parameters"
+            raise ShardcError(fault, where="module.load_state_dict(..., assign=True)", fix=fix)
         parts = dict(self.named_parameters(remove_duplicate=False))
         if marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
             parts = {}  # its marks say what it has
