@@ -305,10 +305,7 @@ class OneMicrobatch:
                     "call_function", ops.summed, (x, self.mesh_node, 0), {}, name=f"{x.name}_summed"
                 )
             value = x.meta["value"]
-            new.meta = {
-                "value": replace(value, layout=without_microbatches(value.layout)),
-                "source": source_of(x),
-            }
+            new.meta = {"value": replace(value, layout=without_microbatches(value.layout)), "source": source_of(x)}
             self.sums[x] = new
             if requires_grad(x):
                 self.whole_sums.add(new)

@@ -223,12 +223,7 @@ class LocalProgram:
         return new
 
     def _with_summable_padding(
-        self,
-        operands: Sequence[fx.Node],
-        local: fx.Node,
-        i: int,
-        layout: Layout,
-        strategies: dict[str, Strategy],
+        self, operands: Sequence[fx.Node], local: fx.Node, i: int, layout: Layout, strategies: dict[str, Strategy]
     ) -> fx.Node:
         """Return operand i with zeros in the padding of dims that the op sums away.
 

@@ -151,8 +151,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             errors.add(fault, where=name_of(path), fix="compile again with a batch that has this value")
         elif isinstance(now, (bool, int, float)) and now != then and then == then:
             fault = f"the batch gives the number {now}, but the program was compiled with {then} there"
-            fix = f"pass it as a tensor, also to compile: torch.tensor({now})"
-            errors.add(fault, where=name_of(path), fix=fix)
+            errors.add(fault, where=name_of(path), fix=f"pass it as a tensor, also to compile: torch.tensor({now})")
     parts = {}
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):

@@ -23,7 +23,7 @@ from shardc.ir.program import Program
 from shardc.runtime.data.inputs import batch_dims, mapped, name_of
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.data.worker import Reader, Stream
+from shardc.runtime.data.worker import Reader, Stream, started
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Loader:
         sample_errors).
         """
         stream, nonempty = self.order.size is None, self.consumed > 0
-        for part in self._reader():
+        for part in started(self._reader()):
             if isinstance(part, Failed):
                 raise part.again()
             nonempty, rest = True, self.order.at_rest
@@ -190,8 +190,7 @@ class Loader:
         errors.raise_any()
         if requested is not None and requested != batch:
             fault = f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples"
-            fix = f"leave it out, or compile with a batch of {requested}"
-            raise ShardcError(fault, where=self.where, fix=fix)
+            raise ShardcError(fault, where=self.where, fix=f"leave it out, or compile with a batch of {requested}")
         return batch
 
     def _samples(self) -> Tensor:

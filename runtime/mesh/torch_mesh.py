@@ -270,9 +270,8 @@ class TorchMesh(RankMesh):
                 yield
                 return
             if self._cut:
-                fault = f"the connections of the ranks ended before: {self._cut}"
                 fix = "make a new one, program.engine(...) or program.module(...), and load the last checkpoint"
-                raise ShardcError(fault, where=doing, fix=fix)
+                raise ShardcError(f"the connections of the ranks ended before: {self._cut}", where=doing, fix=fix)
             try:
                 yield
             except Exception as e:

@@ -75,17 +75,14 @@ class JointCall:
     def _check(self) -> None:
         """Raise ShardcError for a backward that cannot run, or would give wrong gradients."""
         if self._ended:
-            fault = "the backward of this loss has run already"
             fix = "call module(...) again, or loss.backward(retain_graph=True) before"
-            raise ShardcError(fault, where="loss.backward()", fix=fix)
+            raise ShardcError("the backward of this loss has run already", where="loss.backward()", fix=fix)
         if self._buckets.version() != self._version:
             fault = "parameters were written to between the forward of this loss and its backward"
-            fix = "call optimizer.step() after loss.backward()"
-            raise ShardcError(fault, where="loss.backward()", fix=fix)
+            raise ShardcError(fault, where="loss.backward()", fix="call optimizer.step() after loss.backward()")
         if torch.is_grad_enabled():
             fault = "gradients of a program have no graph, by which they could be differentiated"
-            fix = f"call loss.backward(); {_AROUND}"
-            raise ShardcError(fault, where="loss.backward(create_graph=True)", fix=fix)
+            raise ShardcError(fault, where="loss.backward(create_graph=True)", fix=f"call loss.backward(); {_AROUND}")
         self._check_whole()
 
     def _check_whole(self) -> None:

@@ -284,8 +284,7 @@ def _check_supported(program: Program) -> None:
         )
     if program.axis:
         fault = f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule"
-        fix = "use program.engine(...)"
-        raise ShardcError(fault, where="pipeline", fix=fix)
+        raise ShardcError(fault, where="pipeline", fix="use program.engine(...)")
     if program.spec.precision.loss_scale is not None:
         raise ShardcError(
             "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "

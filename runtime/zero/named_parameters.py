@@ -94,9 +94,8 @@ class ByName(dict[str, nn.Parameter]):
         return super().__contains__(name) or name in self._others
 
     def __setitem__(self, name: str, value: object) -> None:
-        fault = "an engine's parameters cannot be replaced"
         fix = "write into it: with torch.no_grad(): engine.params[name].copy_(value)"
-        raise ShardcError(fault, where=f"engine.params[{name!r}] = ...", fix=fix)
+        raise ShardcError("an engine's parameters cannot be replaced", where=f"engine.params[{name!r}] = ...", fix=fix)
 
     def get(self, name: str, default: Any = None) -> Any:
         return super().get(name, self._others.get(name, default))

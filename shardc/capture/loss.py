@@ -67,11 +67,9 @@ _OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "predict
 def swapped_arguments_error(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
     """Return the error for a loss whose two arguments are in the wrong order."""
     shown = f"({', '.join(names)})" if names else "(batch, output)"
-    return ShardcError(
-        f"{name} takes {shown}, and is called with (output, batch): the model's output comes first",
-        where=of_function(function).line or name,
-        fix=f"write def {name}(output, batch), or {name}=lambda output, batch: ...",
-    )
+    fault = f"{name} takes {shown}, and is called with (output, batch): the model's output comes first"
+    fix = f"write def {name}(output, batch), or {name}=lambda output, batch: ..."
+    return ShardcError(fault, where=of_function(function).line or name, fix=fix)
 
 
 class Names:
@@ -109,6 +107,8 @@ class LossOf(nn.Module):
         self.leaves.nodes = list(map(traced_node, tensors))
         batch = self.leaves.batch(tensors)
         args, kwargs = arguments(self.model, batch, self.loss is not None)
+        if kwargs.get("use_cache") is True and hasattr(getattr(self.model, "config", None), "use_cache"):
+            kwargs = {**kwargs, "use_cache": False}  # as transformers.without_cache does
         output = self.model(*args, **kwargs)
         line = of_function(self.loss or self.model.forward).line
         self.beside.of_loss = self.loss is not None  # errors from here on are the loss's

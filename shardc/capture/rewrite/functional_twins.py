@@ -120,11 +120,9 @@ def functional(node: fx.Node) -> fx.Node:
 
 def without_twin(node: fx.Node) -> ShardcError:
     """Return the error for an in-place op that has no functional twin."""
-    return ShardcError(
-        f"{node.target} changes a tensor in place, and torch has no op that returns the result instead",
-        where=source.place(node),
-        fix=_INSTEAD.get(op_name(node.target), "use an op that returns a new tensor"),
-    )
+    fault = f"{node.target} changes a tensor in place, and torch has no op that returns the result instead"
+    fix = _INSTEAD.get(op_name(node.target), "use an op that returns a new tensor")
+    return ShardcError(fault, where=source.place(node), fix=fix)
 
 
 def with_zeros(node: fx.Node, value: fx.Node, flows: Callable[[fx.Node], bool], *, whole: bool = True) -> fx.Node:

@@ -70,17 +70,14 @@ def recorded(
     weights, _retain, differentiable, inputs, allow_unused = args
     sources = [traced_node(x) for x in outputs]
     if any(n is None for n in sources):
-        raise source.of_call().error(
-            "a gradient is computed inside a transform of torch.func, where tracing does not see it",
-            "use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
-        )
+        fault = "a gradient is computed inside a transform of torch.func, where tracing does not see it"
+        fix = "use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like"
+        raise source.of_call().error(fault, fix)
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        raise source.of_call().error(
-            "the result does not depend on the tensor with respect to which a gradient is taken",
-            "differentiate a result of that very tensor, or pass allow_unused=True",
-        )
+        fault = "the result does not depend on the tensor with respect to which a gradient is taken"
+        raise source.of_call().error(fault, "differentiate a result of that very tensor, or pass allow_unused=True")
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
     grads = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
     return tuple(next(grads) if traced_node(x) in above else None for x in inputs)

@@ -36,14 +36,16 @@ SAVING = 120.0  # seconds that ranks have for a save when a signal stops the run
 @contextmanager
 def run_folder() -> Iterator[Path]:
     """Yield a new folder, after the removal of folders that killed runs left. It is removed at the end."""
+    from shardc.runtime.launch import temporary_folder
     from shardc.runtime.state.disk_calls import Lock
 
-    for left in Path(tempfile.gettempdir()).glob(f"{_NAME}*/{_LOCK}"):
+    around = temporary_folder()
+    for left in Path(around).glob(f"{_NAME}*/{_LOCK}"):
         with suppress(OSError):  # it is in use, removed, or of another user
             lock = Lock(left)
             shutil.rmtree(left.parent, ignore_errors=True)
             lock.release()
-    with tempfile.TemporaryDirectory(prefix=_NAME) as folder:
+    with tempfile.TemporaryDirectory(prefix=_NAME, dir=around) as folder:
         path = Path(folder) / ".new"
         lock = Lock(path)  # locked before it gets the name that others look for
         path.rename(Path(folder) / _LOCK)

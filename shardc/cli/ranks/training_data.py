@@ -27,6 +27,7 @@ from shardc.cli.model_file import seed_everything, takes_parts
 from shardc.errors import ShardcError
 from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader
+from shardc.runtime.data.worker import started
 
 
 class Batches:
@@ -73,7 +74,7 @@ class Batches:
         if self._read and isinstance(self._source, Iterator):
             self._source = self._make()
         self._read = True
-        return iter(self._source)
+        return started(self._source)
 
 
 def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False) -> Batches | None:
