@@ -274,12 +274,10 @@ class Save:
             fix = "use a separate folder for every run"
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
         if others := self.known.others(self.folder):
-            raise SavingError(
-                f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}):"
-                " saving here would replace another run's checkpoints",
-                where=str(self.folder),
-                fix="load them to go on from there, save to another folder, or pass overwrite=True",
-            )
+            fault = f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}):"
+            fault += " saving here would replace another run's checkpoints"
+            fix = "load them to go on from there, save to another folder, or pass overwrite=True"
+            raise SavingError(fault, where=str(self.folder), fix=fix)
         for name in os.listdir(self.folder):
             if name.startswith(WORK):  # of a process that ended: nobody else has the lock
                 disk_calls.remove_folder(self.folder / name)
@@ -444,8 +442,5 @@ def _check_plain(facts: dict[str, Any]) -> None:
     try:
         json.dumps(facts, default=json_number)
     except (TypeError, ValueError) as e:
-        raise ShardcError(
-            f"the checkpoint's extra state or the optimizer's settings contain more than plain values: {e}",
-            where="extra or optimizer",
-            fix="pass numbers, strings, lists and dicts",
-        ) from e
+        fault = f"the checkpoint's extra state or the optimizer's settings contain more than plain values: {e}"
+        raise ShardcError(fault, where="extra or optimizer", fix="pass numbers, strings, lists and dicts") from e
