@@ -111,9 +111,9 @@ WORK = ".saving-"
 LOCK = ".lock"
 #: Files of other libraries' checkpoints: the end of a name, whose the checkpoint is, and what to do with it.
 _OTHERS = (
-    (r"\.metadata|\.distcp", "torch.distributed.checkpoint (FSDP): it contains pickles", "shardc checkpoint import {at} NEW"),
+    (r"\.metadata|\.distcp", "torch.distributed (FSDP): it contains pickles", "shardc checkpoint import {at} NEW"),
     (r"zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt", "DeepSpeed", "python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW"),
-    (r"mp_rank_\d+_model_states\.pt", "DeepSpeed", 'torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")'),
+    (r"mp_rank_\d+_\w+\.pt", "DeepSpeed", 'torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")'),
 )
 
 

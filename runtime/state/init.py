@@ -64,7 +64,8 @@ class Recipe:
         if 0 not in ref.shape and all(e.name.removeprefix("new_").startswith("empty") for e in writers):
             places = next((str(e.line) for e in writers), "")
             fault = f"{fqn} is never initialised" + (f" (made at {places})" if places else "")
-            raise ShardcError(fault, where=fqn.rpartition(".")[0], fix=f"initialise it where the model is built, or {REAL}")
+            fix = f"initialise it where the model is built, or {REAL}"
+            raise ShardcError(fault, where=fqn.rpartition(".")[0], fix=fix)
         return self.tape.replay([ref], seed)[0].contiguous()
 
 

@@ -55,7 +55,12 @@ def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[st
 
 
 def full_state_dict(
-    program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, rank0_only: bool = False
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *,
+    rank0_only: bool = False,
 ) -> dict[str, Tensor]:
     """Return {fqn: global tensor on the CPU}, as the unsharded `model.state_dict()`. Collective.
 

@@ -241,7 +241,8 @@ def _check_classes(
             several = "" if class_of(optimizer) == kind and facts["class"] == before else f" for {name}"
             fix = f"use {before}{several}; or start from its weights only: --weights instead of --resume, or"
             fix += " program.engine(model, weights=folder)"
-            raise ShardcError(f"the checkpoint is of the optimizer {before}, not {kind}{several}", where=folder, fix=fix)
+            fault = f"the checkpoint is of the optimizer {before}, not {kind}{several}"
+            raise ShardcError(fault, where=folder, fix=fix)
 
 
 def _check_settings(

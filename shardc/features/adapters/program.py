@@ -28,8 +28,8 @@ class Adapter:
     """The matrices beside one weight. base, a, b, magnitude: placeholders; magnitude: "" except for dora.
 
     flipped: the weight is [.., in, out], not [.., out, in]. kind, rank, alpha, dropout: from the spec's entry.
-    inside: only the module of the weight multiplies by it, which is what peft adapts. whole: all uses of the weight have
-    the adapter, so that they can be merged.
+    inside: the weight's own module multiplies by it, which peft adapts. whole: all uses of the weight have the adapter,
+    so that they can be merged.
     """
 
     base: str

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.features.adapters.program import MAGNITUDE, A, Adapter, B, adapted_weights, adapter_fqn, adapters
-from shardc.ir.program import Program
 from shardc.ir.patterns import enclosing
+from shardc.ir.program import Program
 from shardc.ir.stored import whole_name
 from shardc.layer_names import of_every_layer
 from shardc.runtime.state.boxes import Numbers, Sliced, index
@@ -36,7 +36,7 @@ from shardc.runtime.state.sources import Weights, from_files, weights_for
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 CONFIG, PREFIX = "adapter_config.json", "base_model.model."
-#: Settings of peft with which an adapter is more than B A x, and initial values with which it changes the model's own weights.
+#: Settings of peft by which an adapter is more than B A x, and initial values that change the model's own weights.
 _NOT_READ = ("layer_replication", "alora_invocation_tokens", "use_qalora", "trainable_token_indices")
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _MERGE = "merge them with peft (merge_and_unload), and begin from that model"
@@ -317,10 +317,10 @@ def _merged(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
             fault = f"{names[0]} is {other or 'also used without its adapter'}: they cannot be merged"
             fix = "export the adapters (without merge), or train with the two weights untied"
             raise ShardcError(fault, where="merge", fix=fix if adapter.inside else _KEEP)
-        for own, all_names in zip(names, [(n,) for n in base.members] or [base.names], strict=True):
+        for own in names:
             a, b = (tensors[adapter_fqn(own, kind)] for kind in (A, B))
             m = tensors[adapter_fqn(own, MAGNITUDE)] if adapter.magnitude else None
-            result |= dict.fromkeys(all_names, merged(tensors[own], a, b, m, adapter))
+            result |= dict.fromkeys((own,) if base.members else base.names, merged(tensors[own], a, b, m, adapter))
     return result
 
 
@@ -334,6 +334,8 @@ def _write_config(program: Program, folder: Path, base: Path | None) -> None:
     layers = [n for names in named.values() for n in names]
     # `^`: this module alone, and no other whose name ends so
     keys = {f"^{n.removesuffix('.weight')}": a for a, names in named.items() for n in names}
+    targets = [n.removesuffix(".weight") for n in layers if n.endswith(".weight")]
+    modules, ends = {n.rpartition(".")[0] for p in program.params for n in p.names}, tuple(f".{t}" for t in targets)
     kind = next(iter(named)).kind
     flipped = (a for a in named if a.flipped and len(program.params_by_name[a.base].shape) == 2)
     config: dict[str, Any] = {
@@ -349,7 +351,8 @@ def _write_config(program: Program, folder: Path, base: Path | None) -> None:
         "init_lora_weights": True,
         "use_rslora": kind == "rslora",
         "use_dora": kind == "dora",
-        "target_modules": [n.removesuffix(".weight") for n in layers if n.endswith(".weight")],
+        "target_modules": targets,
+        "exclude_modules": [m for m in sorted(modules) if m not in targets and m.endswith(ends)] or None,
         "target_parameters": [n for n in layers if not n.endswith(".weight")] or None,
         "rank_pattern": {n: a.rank for n, a in keys.items() if a.rank != rank},
         "alpha_pattern": {n: _number(a.alpha) for n, a in keys.items() if a.alpha != alpha},

@@ -161,14 +161,13 @@ def test_a_config_names_the_dtype_of_its_file(
         return engine.full_state_dict()  # type: ignore[no-any-return]
 
     (state,) = loopback(program.mesh, lambda mesh: export(program.engine(tmp_path / "in", mesh=mesh)))
-    assert {str(x.dtype) for x in load_file(tmp_path / "out" / "model.safetensors").values() if x.is_floating_point()} == {
-        f"torch.{said}"
-    }
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    assert {str(x.dtype) for x in file.values() if x.is_floating_point()} == {f"torch.{said}"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     inside = [config[n] for n in ("text_config", "vision_config") if n in config]
     assert all(c.get("dtype", said) == said and "torch_dtype" not in c for c in [config, *inside])
     again = type(model).from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(x, state[n].to(x.dtype)) and str(x.dtype) in (f"torch.{said}", "torch.int64") for n, x in again.items())
+    assert all(torch.equal(x, state[n].to(getattr(torch, said))) for n, x in again.items() if x.is_floating_point())
 
 
 @pytest.mark.parametrize("config_says_tied", [True, False])

@@ -276,11 +276,16 @@ IN_PLACE_OF_WEIGHTS = [
     ("pytorch_model.bin", b"", "it is empty", "download it again"),
     ("pytorch_model.bin", b"PK\x03\x04cut", "it is truncated or damaged", "download it again"),
     ("model.gguf", b"GGUF\x03", "it is a GGUF file", "download the model's .safetensors files"),
-    ("pytorch_model_fsdp_0/__0_0.distcp", b"", "a checkpoint of torch.distributed.checkpoint", "shardc checkpoint import"),
-    ("optimizer_0/../.metadata", b"", "a checkpoint of torch.distributed.checkpoint", "shardc checkpoint import"),
-    ("global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt", b"", "of DeepSpeed", "deepspeed.utils.zero_to_fp32 ROOT NEW"),
+    (
+        "pytorch_model_fsdp_0/__0_0.distcp",
+        b"",
+        "a checkpoint of torch.distributed",
+        "import ROOT/pytorch_model_fsdp_0 NEW",
+    ),
+    ("optimizer_0/../.metadata", b"", "of torch.distributed", "shardc checkpoint import ROOT NEW"),
+    ("global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt", b"", "of DeepSpeed", "utils.zero_to_fp32 ROOT NEW"),
     ("global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", b"", "of DeepSpeed", "utils.zero_to_fp32 ROOT NEW"),
-    ("global_step5/mp_rank_00_model_states.pt", b"", "of DeepSpeed", 'torch.load("ROOT/global_step5/mp_rank_00_model_sta'),
+    ("global_step5/mp_rank_00_model_states.pt", b"", "of DeepSpeed", 'torch.load("ROOT/global_step5/mp_rank_00_model_'),
 ]
 
 

@@ -412,9 +412,10 @@ def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path
     assert (ours.extra, ours.optimizer, ours.step) == (theirs.extra, theirs.optimizer, theirs.step)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("key", ["model", ""])
 def test_a_checkpoint_of_fsdp_is_imported_and_begun_from(key: str, tmp_path: Path) -> None:
-    """With the state_dict under a key, as accelerate writes it, or not. A head is not in the part that is called model."""
+    """With the state_dict under a key, as accelerate writes it, or not: a name may begin with model itself."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from shardc.runtime.state.torch_format import import_checkpoint
