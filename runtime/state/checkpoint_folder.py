@@ -237,9 +237,8 @@ def read_index(path: Path) -> Index:
     """Read the index of one checkpoint. Raises DamagedError if it is damaged, ShardcError if missing."""
     where = str(path / checkpoint_index.NAME)
     try:
-        index = checkpoint_index.from_bytes(
-            disk_calls.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES)
-        )
+        data = disk_calls.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES)
+        index = checkpoint_index.from_bytes(data)
         checkpoint_index.check(index)
         return index
     except (FileNotFoundError, NotADirectoryError):

@@ -150,15 +150,9 @@ def planned(held: RankState, extra: Mapping[str, Any] | None = None) -> Plan:
     if held.optimizer is not None:
         more, settings = state_parts(held, held.optimizer)
         parts |= more
-    plan = Plan(
-        {
-            "model": held.program.meta.get("model", ""),
-            "program": program_hash(held.program),
-            "mesh": dict(mesh.layout.axes),
-            "extra": dict(extra or {}),
-            "optimizer": settings,
-        }
-    )
+    model, mesh_sizes = held.program.meta.get("model", ""), dict(mesh.layout.axes)
+    facts = {"model": model, "program": program_hash(held.program), "mesh": mesh_sizes, "extra": dict(extra or {})}
+    plan = Plan({**facts, "optimizer": settings})
     for key, part in parts.items():
         boxes = part.boxes(mesh.layout, mesh.rank) if part.written else ()
         plan.add(key, part.local.dtype, part.shape, boxes, part.local.detach)

@@ -183,13 +183,9 @@ def room_for(
         fix = "train the same parameters, or load it with optimizer=None, and start with that engine's "
         fix += "full_state_dict() as the model"
         errors.add(f"the checkpoint's optimizer has {named}, but this one does not", where=folder, fix=fix)
-    check_tensors(
-        errors,
-        {n: s.param.shapes[n] for s in every if not s.matrix for n in s.names},
-        saved,
-        [n for p in program.params for n in _named(p)],
-        "the checkpoint's optimizer",
-    )
+    wanted = {n: s.param.shapes[n] for s in every if not s.matrix for n in s.names}
+    known = [n for p in program.params for n in _named(p)]
+    check_tensors(errors, wanted, saved, known, "the checkpoint's optimizer")
     if absent := [s.key for s in every if s.matrix and s.key not in saved_groups]:
         fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}"
         fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"

@@ -51,7 +51,7 @@ def weights(source: Any, seed: int) -> Weights:
 
     source: one of
         nn.Module with weights           not changed
-        a function that builds the model run without memory (or its `Recipe`): each parameter is computed separately
+        a function that builds the model run without memory: each parameter is computed separately
         nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
         {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.weight_files reads
     """
@@ -60,8 +60,6 @@ def weights(source: Any, seed: int) -> Weights:
         unset = [n for n, x in named.items() if x.is_meta]
         made = record_reset(source).tensors(seed) if unset else {}
         return Weights("model", in_memory_by_name(named, computed=True) | {n: made[n] for n in unset}, source)
-    if isinstance(source, Recipe):
-        return Weights("model", source.tensors(seed))
     if isinstance(source, (str, Path, WeightFiles, Mapping)):
         files = open_weights(source)
         return Weights("state_dict" if files.what == "in memory" else f"file {files.path.name}", files.tensors)

@@ -88,7 +88,7 @@ def open_safetensors(path: Path) -> Any:
             return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
         fix = "copy or download the file again: it is truncated, damaged, or not a .safetensors file"
-        why, fix = instead(path, "torch") or (getattr(e, "strerror", None) or e, fix)
+        why, fix = instead(path) or (getattr(e, "strerror", None) or e, fix)
         raise ShardcError(f"the file cannot be read: {why}", where=str(path), fix=fix) from None
 
 
@@ -101,11 +101,8 @@ _BEGIN = (
 )
 
 
-def instead(path: Path, other: str) -> tuple[str, str] | None:
-    """Return what is in a file that cannot be read as weights, and what to do; None if nothing is known.
-
-    other: the kind that it was not read as, "torch" or "safetensors".
-    """
+def instead(path: Path) -> tuple[str, str] | None:
+    """Return what is in a file that cannot be read as weights, and what to do; None if nothing is known."""
     try:
         with disk_calls.opened(path, links=True) as descriptor:
             size, begin = os.fstat(descriptor).st_size, os.pread(descriptor, 64, 0)
@@ -115,13 +112,10 @@ def instead(path: Path, other: str) -> tuple[str, str] | None:
         return None
     if not size:
         return "it is empty", _AGAIN
-    if known := next((row[1:] for row in _BEGIN if begin.startswith(row[0])), None):
-        return known
-    is_other = bool(head) if other == "safetensors" else begin.startswith(b"PK")
-    if is_other:
-        return f"it is a file of {other}", f"rename it to {'.safetensors' if other == 'safetensors' else '.bin'}"
     try:
         end += max(x["data_offsets"][1] for name, x in json.loads(head).items() if name != "__metadata__")
     except (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError):
         head = head if end > size else b""
-    return (f"it is truncated, at byte {size} of {end}", _AGAIN) if head and end > size else None
+    if head and end > size:
+        return f"it is truncated, at byte {size} of {end}", _AGAIN
+    return next((row[1:] for row in _BEGIN if begin.startswith(row[0])), None)

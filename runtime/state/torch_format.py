@@ -148,13 +148,8 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
 
 def _facts(manifest: Mapping[str, Any] | None) -> dict[str, Any]:
     table = manifest or {}
-    return {
-        "model": str(table.get("model", "")),
-        "program": "",
-        "mesh": dict(table.get("mesh", {})),
-        "extra": {"step": 0, "seed": 0, **table.get("extra", {})},
-        "optimizer": table.get("optimizer"),
-    }
+    facts = {"model": str(table.get("model", "")), "program": "", "mesh": dict(table.get("mesh", {}))}
+    return {**facts, "extra": {"step": 0, "seed": 0, **table.get("extra", {})}, "optimizer": table.get("optimizer")}
 
 
 def _names(keys: Iterable[str], *, ours: bool) -> dict[str, str]:

@@ -173,7 +173,7 @@ def torch_file(file: Path) -> dict[str, Tensor]:
             first = "it contains objects other than tensors, such as a whole model (torch.save(model)), which are code"
         if "zip archive" in first:
             first, fix = "it is truncated or damaged", "copy or download it again"
-        first, fix = instead(file, "safetensors") or (first, fix)
+        first, fix = instead(file) or (first, fix)
         raise ShardcError(f"the weights cannot be read: {first}", where=str(file), fix=fix) from e
     for key in ("state_dict", "model_state_dict", "model"):  # keys that training loops use
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

@@ -168,11 +168,9 @@ class Ranks:
             fault = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
             raise ShardcError(fault, where="--nproc", fix="change --mesh, or leave --nproc out")
         if not self._ref:
-            raise ShardcError(
-                "this artifact has no name of the model file it was compiled from",
-                where=self.named.model,
-                fix="name it with --model, or compile it with `shardc compile -o DIR`",
-            )
+            fault = "this artifact has no name of the model file it was compiled from"
+            fix = "name it with --model, or compile it with `shardc compile -o DIR`"
+            raise ShardcError(fault, where=self.named.model, fix=fix)
         return program
 
     def job(self, run: Run, writes: Mapping[str, str] | None = None, **work: Any) -> Job:

@@ -84,8 +84,9 @@ class LowRank:
                 continue
             every = list((_quantised_uses if quantised else _uses)(nodes[p.name]))
             groups: dict[tuple[str, ...], list[_Use]] = {}
-            for use in filter(None, every):
-                groups.setdefault(self._names(p, use), []).append(use)
+            for use in filter(None, every):  # by the names of the weight in the module that multiplies
+                names = (self._inside(p, use) or (p.fqn,)) if p.aliases else p.names
+                groups.setdefault(names, []).append(use)
             for names, uses in groups.items():
                 matching = [i for i, e in enumerate(self.entries) if any(names_weight(e.match, n) for n in names)]
                 if matching:
@@ -113,10 +114,6 @@ class LowRank:
         module = source_of(use.call).module
         around = self.aliases.get(module, (module,))
         return tuple(n for n in p.names if whole_name(n).rpartition(".")[0] in around)
-
-    def _names(self, p: Param, use: _Use) -> tuple[str, ...]:
-        """Return the names by which a use takes a weight; a tied one has several, in other modules."""
-        return (self._inside(p, use) or (p.fqn,)) if p.aliases else p.names
 
     def _adapt(self, p: Param, names: Sequence[str], number: int, uses: Sequence[_Use], *, whole: bool) -> None:
         """Write adapter `number` of the spec beside one weight, where it is used by these names."""
@@ -166,10 +163,7 @@ class LowRank:
     def _param(
         self, base: Param, named: str, dtype: torch.dtype, part: str, shape: tuple[int, ...], dims: dict[int, int]
     ) -> fx.Node:
-        """Add a parameter of the adapter beside a weight of this name, and return its node.
-
-        dims: {dim of the weight: dim split like it}.
-        """
+        """Add a parameter beside a weight of this name; return its node. dims: {dim of the weight: its own dim}."""
         shards = {
             axis: replace(s, dim=dims[s.dim]) if isinstance(s, Shard) and s.dim in dims else None
             for axis, s in (base.layout.items if len(base.shape) > 1 else ())  # nothing is known of blocks in a row

@@ -13,6 +13,7 @@ split like its weight.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,8 @@ class Adapt(Pass):
 
     def run(self, program: Program) -> Program:
         program = replace(program, graph=copy_graph(program.graph))
-        before = {n: (_flags(n), any(map(requires_grad, operands_of(n)))) for n in calls(program.graph)}
+        flags = {n: [v.requires_grad for v in values_of(n)] for n in calls(program.graph)}
+        before = {n: (x, any(map(requires_grad, operands_of(n)))) for n, x in flags.items()}
         errors = Errors()
         sections = section.of(self.spec)
         freeze = sections.freeze or (("*",) if sections.adapters else ())
@@ -86,10 +88,6 @@ def _frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:
 PASSES = (("annotate", Entry("adapt", Adapt, "plans are of models without adapters; these are split like weights")),)
 
 
-def _flags(node: fx.Node) -> list[bool]:
-    return [v.requires_grad for v in values_of(node)]
-
-
 def _type_gradients(program: Program, before: Mapping[fx.Node, tuple[list[bool], bool]]) -> None:
     """Remove the gradients of values that no trained parameter reaches.
 
@@ -104,12 +102,10 @@ def _type_gradients(program: Program, before: Mapping[fx.Node, tuple[list[bool],
             node.meta["value"] = node.args[0].meta["value"][node.args[1]]
         if not is_call(node):
             continue
-        results, cuts = before.get(node, (_flags(node), False))
-        if cuts:
-            reached = any(map(requires_grad, operands_of(node)))
-            flags = iter([reached and x for x in results])
-        else:
-            flags = iter([carries_gradient(node.target, node.args, node.kwargs)] * len(results))
+        results, had = before.get(node, ([], False))
+        reached = any(map(requires_grad, operands_of(node)))
+        own = itertools.repeat(carries_gradient(node.target, node.args, node.kwargs))
+        flags = (reached and x for x in results) if had else own
 
         def put(v: Any, flags: Any = flags) -> Any:
             floating = v.dtype.is_floating_point or v.dtype.is_complex

@@ -174,10 +174,8 @@ def _of_peft(recorder: Recorder, stored: Sliced, part: AdapterTensor) -> Tensor:
 
 def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, AdapterTensor], program: Program) -> dict[str, str]:
     """Return {name of an adapter's tensor: its name in the files}."""
-    names = {n: n for n in wanted if n in tensors}
-    if names:
-        return names
-    return {n: key for n, part in wanted.items() if (key := peft_name(part, program)) in tensors}
+    ours = {n: n for n in wanted if n in tensors}
+    return ours or {n: key for n, part in wanted.items() if (key := peft_name(part, program)) in tensors}
 
 
 def _check(files: WeightFiles, spelled: Mapping[str, str], wanted: Mapping[str, AdapterTensor]) -> None:
@@ -365,11 +363,8 @@ def merged(w: Tensor, a: Tensor, b: Tensor, m: Tensor | None, adapter: Adapter) 
     """Return W + scale B A; for dora with rows of length m. Computes products in float32 at least."""
     wide = torch.promote_types(w.dtype, torch.float32)
     factors = [x.to(wide) for x in (a, b)]
-    if adapter.flipped:
-        product = torch.matmul(*(x.transpose(-2, -1) for x in factors))
-    else:
-        product = torch.matmul(*reversed(factors))
-    summed = w.to(wide) + product * adapter.scale
+    ordered = [x.transpose(-2, -1) for x in factors] if adapter.flipped else factors[::-1]
+    summed = w.to(wide) + torch.matmul(*ordered) * adapter.scale
     if m is not None:
         dim = 0 if adapter.flipped else 1
         gain = m.to(wide) / summed.norm(dim=dim)
