@@ -140,15 +140,9 @@ def planned(held: RankState, extra: Mapping[str, Any] | None = None) -> Plan:
     if held.optimizer is not None:
         more, settings = state_parts(held, held.optimizer)
         parts |= more
-    plan = Plan(
-        {
-            "model": held.program.meta.get("model", ""),
-            "program": program_hash(held.program),
-            "mesh": dict(mesh.layout.axes),
-            "extra": dict(extra or {}),
-            "optimizer": settings,
-        }
-    )
+    model, mesh_sizes = held.program.meta.get("model", ""), dict(mesh.layout.axes)
+    facts = {"model": model, "program": program_hash(held.program), "mesh": mesh_sizes, "extra": dict(extra or {})}
+    plan = Plan({**facts, "optimizer": settings})
     for key, part in parts.items():
         boxes = part.boxes(mesh.layout, mesh.rank) if part.written else ()
         plan.add(key, part.local.dtype, part.shape, boxes, part.local.detach)
@@ -264,12 +258,10 @@ class Save:
             fix = "use a separate folder for every run"
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
         if others := self.known.others(self.folder):
-            raise SavingError(
-                f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}):"
-                " saving here would replace another run's checkpoints",
-                where=str(self.folder),
-                fix="load them to go on from there, save to another folder, or pass overwrite=True",
-            )
+            fault = f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}):"
+            fault += " saving here would replace another run's checkpoints"
+            fix = "load them to go on from there, save to another folder, or pass overwrite=True"
+            raise SavingError(fault, where=str(self.folder), fix=fix)
         for name in os.listdir(self.folder):
             if name.startswith(WORK):  # of a process that ended: nobody else has the lock
                 disk_calls.remove_folder(self.folder / name)
@@ -435,5 +427,4 @@ def _check_plain(facts: dict[str, Any]) -> None:
         json.dumps(facts, default=json_number)
     except (TypeError, ValueError) as e:
         fault = f"the checkpoint's extra state or the optimizer's settings contain more than plain values: {e}"
-        fix = "pass numbers, strings, lists and dicts"
-        raise ShardcError(fault, where="extra or optimizer", fix=fix) from e
+        raise ShardcError(fault, where="extra or optimizer", fix="pass numbers, strings, lists and dicts") from e

@@ -19,7 +19,7 @@ import json
 import pickle
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -84,12 +84,12 @@ def _import(folder: Path, new: Path) -> str:
         load({key: x}, storage_reader=reader, no_dist=True)
         return x
 
-    plan, left = Plan(_facts(manifest)), []
-    for key, entry in metadata.state_dict_metadata.items():
-        name = _name(key, manifest is not None)
-        if name is None or not isinstance(entry, TensorStorageMetadata):
-            left.append(key)
-            continue
+    plan, stored = Plan(_facts(manifest)), metadata.state_dict_metadata
+    tensors = {key: x for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
+    names = _names(tensors, ours=manifest is not None)
+    left = [key for key in stored if key not in names]
+    for key, name in names.items():
+        entry = tensors[key]
         dtype, shape = entry.properties.dtype, tuple(entry.size)
         boxes = [Box.alone((0,) * len(shape), shape)] if 0 not in shape else []
         plan.add(name, dtype, shape, boxes, functools.partial(read, key, shape, dtype))
@@ -127,41 +127,37 @@ def _read_metadata(path: Path) -> Metadata:
         raise ShardcError(f"it is not a file of torch: {str(e).splitlines()[0]}", where=str(path), fix=fix) from None
     if not isinstance(metadata, Metadata):
         fault = f"it is a pickle of a {type(metadata).__name__}, not torch's Metadata"
-        fix = "name a checkpoint of torch"
-        raise ShardcError(fault, where=str(path), fix=fix)
+        raise ShardcError(fault, where=str(path), fix="name a checkpoint of torch")
     return metadata
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
+    fix = "leave it out to import only tensors"
     try:
         manifest = json.loads(disk_calls.read_file(path, _MAX_METADATA))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:
-        raise ShardcError(
-            f"it cannot be read: {e}", where=str(path), fix="leave it out to import only tensors"
-        ) from None
+        raise ShardcError(f"it cannot be read: {e}", where=str(path), fix=fix) from None
     if not isinstance(manifest, dict) or manifest.get("format") != _MANIFEST_FORMAT:
-        raise ShardcError("it is not a manifest of shardc", where=str(path), fix="leave it out to import only tensors")
+        raise ShardcError("it is not a manifest of shardc", where=str(path), fix=fix)
     return manifest
 
 
 def _facts(manifest: Mapping[str, Any] | None) -> dict[str, Any]:
     table = manifest or {}
-    return {
-        "model": str(table.get("model", "")),
-        "program": "",
-        "mesh": dict(table.get("mesh", {})),
-        "extra": {"step": 0, "seed": 0, **table.get("extra", {})},
-        "optimizer": table.get("optimizer"),
-    }
+    facts = {"model": str(table.get("model", "")), "program": "", "mesh": dict(table.get("mesh", {}))}
+    return {**facts, "extra": {"step": 0, "seed": 0, **table.get("extra", {})}, "optimizer": table.get("optimizer")}
 
 
-def _name(key: str, ours: bool) -> str | None:
-    """Return the name of a tensor here; None for other libraries' optimizer state, whose names differ."""
-    if key.startswith("model.") or (ours and key.startswith(_KEYS)):
-        return key
-    return None if ours or key.startswith(("optim", "scheduler", "extra")) else f"model.{key}"
+def _names(keys: Iterable[str], *, ours: bool) -> dict[str, str]:
+    """Return the names of tensors here, by key; other libraries' optimizer state, whose names differ, is left out."""
+    if ours:
+        return {key: key for key in keys if key.startswith(_KEYS)}
+    model = [key for key in keys if not key.startswith(("optim", "scheduler", "extra"))]
+    # a model's own names may begin so too (`model.embed_tokens`), but not all of them (`lm_head`)
+    inside = all(key.startswith("model.") for key in model)
+    return {key: key if inside else f"model.{key}" for key in model}
 
 
 # --- out

@@ -114,9 +114,8 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
             model = build()
             torch.set_rng_state(before)
         if not isinstance(model, nn.Module):
-            raise ShardcError(
-                f"{builder or 'model'}() returns a {type(model).__name__}", where=str(path), fix="return an nn.Module"
-            )
+            fault = f"{builder or 'model'}() returns a {type(model).__name__}"
+            raise ShardcError(fault, where=str(path), fix="return an nn.Module")
         return model
 
     with _users(path, "batch()"):

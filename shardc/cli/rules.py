@@ -46,12 +46,9 @@ def command(
             show(table, [asdict(r) for r in rows])
             return
         if unproven := [op for op in rules if op not in SAMPLES]:
-            raise ShardcError(
-                f"there is no sample call of {full_op_name(unproven[0])} on which its rule could be proven",
-                where="shardc rules --check",
-                fix="name a file that registers rules with samples (--file); those of shardc's own rules are in its"
-                " tests: pytest tests/rules",
-            )
+            fault = f"there is no sample call of {full_op_name(unproven[0])} on which its rule could be proven"
+            fix = "name a file that registers rules with samples (--file); those of shardc's own rules are in its"
+            raise ShardcError(fault, where="shardc rules --check", fix=f"{fix} tests: pytest tests/rules")
         reports = [check_op(op, SAMPLES[op]) for op in rules]
         wrong = any(r.wrong for r in reports)
         strict = [] if wrong else [f for op in rules for f in too_strict(op, SAMPLES[op])]
