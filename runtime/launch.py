@@ -44,6 +44,8 @@ NAMED = 8.0
 GAVE_UP = 75
 #: The file in a run's folder with the errors of the rank that failed first, for --json.
 ERRORS = "errors.json"
+#: The remedy where a process waits for a world that nobody starts.
+LEFT_OVER = "another job left it behind: `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`"
 #: Remedies where memory does not suffice.
 LESS_MEMORY = (
     "more microbatches (`batch:`), `checkpoint:`, `data: {zero: 3}`, or a larger tp; `shardc inspect --memory` and"
@@ -64,10 +66,7 @@ def check_variables() -> None:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if "RANK" in os.environ and missing:
         fault = f"the environment has RANK={os.environ['RANK']}, but not {', '.join(missing)}"
-        fix = (
-            "another job left it behind: `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`; or start the"
-            " processes with torchrun, which sets all of them"
-        )
+        fix = f"{LEFT_OVER}; or start the processes with torchrun, which sets all of them"
         raise ShardcError(fault, where="RANK", fix=fix)
 
 
@@ -93,9 +92,8 @@ def join_slurm() -> None:
                 check=True,
             )
         except (OSError, KeyError, subprocess.CalledProcessError) as e:
-            raise ShardcError(
-                f"the step's first node is unknown: {e}", where="Slurm", fix="set MASTER_ADDR to its name before srun"
-            ) from e
+            fault, fix = f"the step's first node is unknown: {e}", "set MASTER_ADDR to its name before srun"
+            raise ShardcError(fault, where="Slurm", fix=fix) from e
         env["MASTER_ADDR"] = nodes.stdout.split()[0]
     env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", "0"))) % 20000))
     tasks = env.get(
@@ -142,6 +140,7 @@ def free_port() -> int:
 
 def _die_with_parent() -> None:
     """Let the kernel kill this child when the launcher is gone (Linux). Called before exec."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the rank heeds it: it would end a rank that still imports
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -215,7 +214,8 @@ def launch(
     is returned.
     """
     world = str(mesh.world)
-    env = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    env = {n: x for n, x in os.environ.items() if not n.startswith("TORCHELASTIC_")}  # those of a job around this one
+    env |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
     env |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mesh.world)))
     ranks: list[subprocess.Popen[bytes]] = []
@@ -254,6 +254,7 @@ def launch(
                     ranks.append(p)
             culprit = _watch(ranks, live, stops)
             if culprit is None and stops:
+                # not their DataLoaders' workers, which read the batches until the ranks have agreed to stop
                 _signal(ranks, stops[0], patience, second_signal)
                 return 128 + stops[0]
             if culprit is None:
@@ -322,12 +323,12 @@ def _report(rank: int, code: int | None, mesh: Mesh, doing: str) -> None:
 
 
 def _signal(
-    ranks: list[subprocess.Popen[bytes]], number: int, patience: float, enough: Callable[[], bool] = lambda: False
+    ranks: list[subprocess.Popen[bytes]], number: int, patience: float, enough: Callable[[], bool] | None = None
 ) -> None:
-    """Signal each rank and its processes; wait until they are gone, at most `patience` seconds or until `enough`."""
+    """Signal each rank, and its processes unless it may go on until `enough`; wait at most `patience` seconds."""
     for p in ranks:
         with contextlib.suppress(ProcessLookupError):  # its session is empty
-            os.killpg(p.pid, number)
+            (os.killpg if enough is None else os.kill)(p.pid, number)
     deadline = time.monotonic() + patience
-    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline and not enough():
+    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline and not (enough and enough()):
         time.sleep(POLL)

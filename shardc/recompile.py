@@ -104,10 +104,13 @@ class Resizer:
                 + ", or leave such batches out (drop_last)" * bool(changed),
             )
         if sum(u == use for _, u in self._programs) >= MOST_SIZES and not program.spec.batch.lengths:
+            fix = "name a few in the spec, with what to pad by: batch: {lengths: [128, 256], pad: {input_ids: 0}}"
+            if batch_sizes.fewer_rows(program, shapes):
+                fix = "give batches of one size: leave bad samples out of the dataset, or put others in their place"
             raise ShardcError(
                 f"batches of {MOST_SIZES} other sizes than the program's have been compiled, and now comes {changed}",
                 where="engine.step",
-                fix="name a few in the spec, with what to pad by: batch: {lengths: [128, 256], pad: {input_ids: 0}}",
+                fix=fix,
             )
         if any(tuple(x.shape) != shape for x, shape in zip(_tensors(program, batch), shapes, strict=True)):
             batch = batch_sizes.empty_batch(batch, program, shapes)

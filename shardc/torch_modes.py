@@ -24,11 +24,8 @@ def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
         fault = "torch.autocast is on: ops would run in other dtypes than the program has"
         errors.add(fault, where=where, fix="leave it out, and write `precision: {compute: bfloat16}` in the spec")
     if training and torch.is_inference_mode_enabled():
-        errors.add(
-            "torch.inference_mode is on: nothing can be trained in it",
-            where=where,
-            fix="leave it out; engine.evaluate needs none",
-        )
+        fix = "leave it out; engine.evaluate needs none"
+        errors.add("torch.inference_mode is on: nothing can be trained in it", where=where, fix=fix)
     if transforming():
         errors.add(
             "a transform of torch.func (grad, vmap, jvp) or torch.autograd.forward_ad is under way: it knows nothing of"
@@ -38,11 +35,9 @@ def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
             " function: shardc.compile(model, batch, spec, loss=...)",
         )
     elif recorder := _recorder():
-        errors.add(
-            f"{recorder} records what runs, and would get one rank's part, with parts of the weights",
-            where=where,
-            fix="record the plain model: model.load_state_dict(...) of full_state_dict(), which every rank calls",
-        )
+        fault = f"{recorder} records what runs, and would get one rank's part, with parts of the weights"
+        fix = "record the plain model: model.load_state_dict(...) of full_state_dict(), which every rank calls"
+        errors.add(fault, where=where, fix=fix)
     errors.raise_any()
 
 

@@ -18,7 +18,7 @@ import shardc
 from shardc.api import Program
 from shardc.runtime.data.loader import Rest
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from tests.runtime.zero.test_steps import CLIP, MESHES, Net, adamw, batch, model, program
+from tests.runtime.zero.test_steps import CLIP, MESHES, ROWS, Net, adamw, batch, captured, model, program, spec
 
 State = dict[str, Tensor]
 
@@ -64,6 +64,72 @@ def test_fewer_rows(mesh: str, zero: int, microbatches: int) -> None:
         assert found == pytest.approx(losses, rel=1e-12)
         for name, x in want.items():
             assert float((state[name] - x).norm()) <= 1e-11 * float(x.norm()), name
+
+
+#: Rows that a collate function leaves out of each step's batch: none, some of one part, of all, all of the first part.
+LEFT_OUT = [set[int](), {5}, {0, 1, 9, 20}, set(range(12))]
+
+
+def kept(step: int, rows: range) -> dict[str, Tensor]:
+    mine = [i for i in rows if i not in LEFT_OUT[step]]
+    return {k: x[mine] for k, x in batch(step).items()}
+
+
+@functools.cache
+def without_bad_rows() -> list[float]:
+    plain, losses = copy.deepcopy(model()), list[float]()
+    optimizer = adamw([(n, p) for n, p in plain.named_parameters() if p.requires_grad])
+    for step in range(len(LEFT_OUT)):
+        optimizer.zero_grad()
+        loss = plain(**kept(step, range(ROWS)))
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+PIPELINE = {"pipeline": {"axis": "pp", "cut": ["norm"], "schedule": "1f1b"}}
+
+
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        spec({"dp": 2}, 0),
+        spec({"tp": 2, "dp": 2}, 2, 3),
+        spec({"pp": 2, "dp": 2}, 1, 3) | PIPELINE,
+        spec({"dp_outer": 2, "dp": 2}, 3, 2, axis=["dp_outer", "dp"]),
+    ],
+    ids=["dp", "tp", "pp", "hybrid"],
+)
+def test_parts_that_lack_rows(sharded: dict[str, Any]) -> None:
+    """A collate function leaves bad samples out of a rank's part: the step of one device that leaves them out."""
+    p = shardc.compile(model(), batch(0), sharded, captured=copy.deepcopy(captured()))
+
+    def work(mesh: LoopbackMesh) -> list[float]:
+        engine = p.engine(model(), adamw, mesh=mesh, clip_norm=CLIP)
+        (number, parts), losses = engine.part, list[float]()
+        for step in range(len(LEFT_OUT)):
+            part = kept(step, range(ROWS)[number * ROWS // parts : (number + 1) * ROWS // parts])
+            seen = engine.evaluate_all([part], local=True)["loss"]
+            losses.append(float(engine.step(part, local=True)))
+            assert seen == pytest.approx(losses[-1], rel=1e-12)
+        return losses
+
+    for losses in loopback(p.mesh, work):
+        assert losses == pytest.approx(without_bad_rows(), rel=1e-12)
+
+
+def test_a_module_takes_no_parts_that_lack_rows() -> None:
+    p = program({"dp": 2}, 0)
+
+    def work(mesh: LoopbackMesh) -> None:
+        p.module(model(), mesh=mesh)(**kept(1, range(12 * mesh.rank, 12 * mesh.rank + 12)))
+
+    with pytest.raises(
+        shardc.ShardcError, match=r"number of rows in the part of the batch differs(?s:.*)of the dataset"
+    ):
+        loopback(p.mesh, work)
 
 
 class Normed(nn.Module):

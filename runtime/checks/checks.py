@@ -96,11 +96,13 @@ class Checks(CheckHooks):
         """Return facts that all ranks share between steps."""
         raise NotImplementedError
 
-    def _compare_batch(self, call: str, batch: Any, *, local: bool) -> None:
-        """Compare a batch, and what was done since the last one."""
+    def _compare_batch(self, call: str, batch: Any, *, local: bool) -> bool:
+        """Compare a batch, and what was done since the last one; return whether parts have other numbers of rows."""
         facts = shared_facts.batch_facts(self._program, batch, local=local)
         equal_facts = self._compare(call, [*facts, *self._between_steps()])
         self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
+        rows = [f for f in facts if f.what == shared_facts.ROWS and agreement.slots_of(f, self._mesh.layout) > 1]
+        return any(f not in equal_facts for f in rows)
 
     def _compare(self, call: str, facts: Sequence[Fact]) -> Sequence[Fact]:
         """Compare facts over ranks; return the equal ones of those that may differ."""

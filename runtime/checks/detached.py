@@ -32,9 +32,8 @@ class SteppedLoss(_Detached):
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         fix = "remove .backward(); or write the loop around program.module(model), whose loss has backward()"
-        raise ShardcError(
-            "the engine has already run backward: this number is detached", where="loss.backward()", fix=fix
-        )
+        fault = "the engine has already run backward: this number is detached"
+        raise ShardcError(fault, where="loss.backward()", fix=fix)
 
 
 class ValueBeside(_Detached):
@@ -49,13 +48,11 @@ class ValueBeside(_Detached):
         name = getattr(func, "__name__", "")
         with plain():
             if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs))):
-                raise ShardcError(
-                    "a value beside the loss is detached: a term computed from it has no gradient and would train "
-                    "nothing",
-                    where=f"{name} of a value beside the loss",
-                    fix="add the term in the loss function, which may name its value beside the loss, too;"
-                    " value.detach() where no gradient is meant",
-                )
+                fault = "a value beside the loss is detached: a term computed from it has no gradient and would train"
+                fault += " nothing"
+                fix = "add the term in the loss function, which may name its value beside the loss, too; value.detach()"
+                fix += " where no gradient is meant"
+                raise ShardcError(fault, where=f"{name} of a value beside the loss", fix=fix)
             result = func(*args, **kwargs)
         if name in ("detach", "as_subclass") or not (type(result) is Tensor and result.is_floating_point()):
             return result

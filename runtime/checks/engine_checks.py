@@ -59,12 +59,11 @@ class EngineChecks(Checks):
         torch_modes.check(call, self._mesh.device.type, training=training)
         self._look_at_model()
 
-    def batch(self, batch: Any, *, local: bool) -> None:
+    def batch(self, batch: Any, *, local: bool) -> bool:
         training = self._model.rng.training
         if training:
             inputs.check_no_gradient(batch)
-        if self.compares:
-            self._compare_batch("a step" if training else "evaluating", batch, local=local)
+        return self.compares and self._compare_batch("a step" if training else "evaluating", batch, local=local)
 
     def _between_steps(self) -> list[Fact]:
         """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""

@@ -204,9 +204,8 @@ def check_trains(program: Program) -> None:
         raise ShardcError(fault, where="engine.step", fix=fix)
     if not any(p.requires_grad for p in program.params):
         fault = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
-        fix = "turn it on for some before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train "
-        fix += "nothing"
-        frozen = any(p.frozen for p in program.params)
+        fix = "turn it on for some before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train"
+        fix, frozen = f"{fix} nothing", any(p.frozen for p in program.params)
         if frozen:
             fix = f"remove some from the spec's freeze; or {fix}"
         raise ShardcError(fault, where="freeze" if frozen else "the model", fix=fix)

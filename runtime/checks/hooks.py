@@ -79,8 +79,9 @@ class CheckHooks:
     def forward(self, call: str, *, training: bool) -> None:
         """Check user code before a step or an evaluation."""
 
-    def batch(self, batch: Any, *, local: bool) -> None:
-        """Check a batch, in the compiled dtypes and lengths."""
+    def batch(self, batch: Any, *, local: bool) -> bool:
+        """Check a batch, in the compiled dtypes and lengths. Return whether parts have other numbers of rows."""
+        return False
 
     def read_params(self) -> None:
         """Start checks of parameters when the user reads `engine.params`."""

@@ -94,12 +94,10 @@ class LoopWatch:
             return
         self._forwards += 1
         if plain_optimizer and self._forwards >= self.FORWARDS:
-            raise ShardcError(
-                "it has the parameters of the plain model, and no optimizer has the module's parameters: nothing "
-                "would train",
-                where=f"the optimizer {plain_optimizer}",
-                fix=f"make it from the module's parameters: torch.optim.{plain_optimizer}(module.parameters(), ...)",
-            )
+            fault = "it has the parameters of the plain model, and no optimizer has the module's parameters: nothing "
+            fault += "would train"
+            fix = f"make it from the module's parameters: torch.optim.{plain_optimizer}(module.parameters(), ...)"
+            raise ShardcError(fault, where=f"the optimizer {plain_optimizer}", fix=fix)
 
     def _check_groups(self, optimizer: Optimizer) -> None:
         """Raise ShardcError for groups made by the parameters' dims, if all are flat."""
@@ -110,13 +108,11 @@ class LoopWatch:
         dims = {len(self._program.param(name).shape) > 1 for name in filled[0] if name in self._shards}
         if len(dims) > 1:
             zero = max(b.zero for b in self._program.buckets)
-            raise ShardcError(
-                f"one group has all parameters, and another has none: at ZeRO {zero} those of a module are flat "
-                "stretches,"
-                " whose `p.ndim` is 1 whatever the model's is",
-                where="the optimizer's groups",
-                fix='group by name: shardc.groups(module.named_parameters(), {"*.bias": {"weight_decay": 0.0}})',
-            )
+            fault = f"one group has all parameters, and another has none: at ZeRO {zero} those of a module are flat "
+            fault += "stretches,"
+            fault += " whose `p.ndim` is 1 whatever the model's is"
+            fix = 'group by name: shardc.groups(module.named_parameters(), {"*.bias": {"weight_decay": 0.0}})'
+            raise ShardcError(fault, where="the optimizer's groups", fix=fix)
 
     def note_gradient(self, g: Tensor) -> None:
         """Record the gradient of the loss, 0-dim, in a backward. Does not wait for a device."""

@@ -104,12 +104,8 @@ class Slices:
         """Raise ShardcError for a mark with other slices of these names than this rank's."""
         saved: Mapping[str, str] = mark["slices"]
         if other := [n for n in names if saved.get(n, self._text[n]) != self._text[n]]:
-            raise ShardcError(
-                f"{loaded} of rank {mark['rank']}: {saved[other[0]]}, where this rank has {self._text[other[0]]}"
-                f" ({len(other)} such)",
-                where=f"{where}{other[0]}",
-                fix=fix,
-            )
+            fault = f"{loaded} of rank {mark['rank']}: {saved[other[0]]}, where this rank has {self._text[other[0]]}"
+            raise ShardcError(f"{fault} ({len(other)} such)", where=f"{where}{other[0]}", fix=fix)
 
     def check(self, state_dict: Mapping[str, Any], prefix: str, mark: Any) -> bool:
         """Raise ShardcError for a module's state_dict with other slices than this rank's.
@@ -150,12 +146,10 @@ def check_loaded(model: Model) -> None:
     ]
     equal_facts = agreement.check(model.mesh, facts, "forward")
     if facts and all(f in equal_facts for f in facts):
-        raise ShardcError(
-            "all ranks loaded the same values into parameters of which each rank has a different slice",
-            where="module.load_state_dict",
-            fix="load what this rank saved; or save with module.save(folder, optimizer) on all ranks, which any mesh"
-            " loads",
-        )
+        fault = "all ranks loaded the same values into parameters of which each rank has a different slice"
+        fix = "load what this rank saved; or save with module.save(folder, optimizer) on all ranks, which any mesh"
+        fix += " loads"
+        raise ShardcError(fault, where="module.load_state_dict", fix=fix)
 
 
 class OptimizerMarks:
@@ -212,8 +206,7 @@ class OptimizerMarks:
         for p, fqn, whole, part in self._parts(optimizer):
             # not for a parameter of one number: a step count has its shape
             if whole and any(isinstance(x, Tensor) and x.shape == whole for x in optimizer.state.get(p, {}).values()):
-                raise ShardcError(
-                    f"this is state of the whole parameter {list(whole)}, of which this rank has a part {list(part)}",
-                    where=f"{type(optimizer).__name__}.load_state_dict: {fqn}",
-                    fix=f"start without it; {self._fix}",
-                )
+                where = f"{type(optimizer).__name__}.load_state_dict: {fqn}"
+                fault = f"this is state of the whole parameter {list(whole)}, of which this rank has a part"
+                fault += f" {list(part)}"
+                raise ShardcError(fault, where=where, fix=f"start without it; {self._fix}")

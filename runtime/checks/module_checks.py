@@ -18,13 +18,16 @@ from shardc.runtime.checks.detached import ValueBeside
 from shardc.runtime.checks.loop_watch import LoopWatch
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
-from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
+from shardc.runtime.mesh.agreement import SAME_CALLS, DisagreementError, Fact, stated
 from shardc.runtime.zero.several_optimizers import learning_rates
 from shardc.torch_private import current_backward
 
 _FIX_EVALUATE = (
     "all ranks must run a forward under torch.no_grad(), like every forward: call it outside of `if rank == 0:`; one "
     "rank may print the result"
+)
+_FIX_ROWS = (
+    "leave bad samples out of the dataset, not out of a batch; engine.step takes parts of which some have fewer rows"
 )
 _FIX_ZERO_GRAD = "call optimizer.zero_grad(), or set p.grad to None, on all ranks"
 
@@ -62,18 +65,20 @@ class ModuleChecks(Checks):
         module: Any = self._module.model()  # the user's own train() sets attributes by the mode
         self._look_at_model(module.named_modules() if training else ())
 
-    def batch(self, batch: Any, *, local: bool) -> None:
+    def batch(self, batch: Any, *, local: bool) -> bool:
         if torch.is_grad_enabled():
             inputs.check_no_gradient(batch)
         if not self.compares:
-            return
-        self._compare_batch("forward", batch, local=local)
+            return False
+        if self._compare_batch("forward", batch, local=local):
+            raise DisagreementError(f"{shared_facts.ROWS} differs between ranks", where="module(...)", fix=_FIX_ROWS)
         if self._unmarked:
             marks.check_loaded(self._model)
             self._unmarked = False
         step = self._model.rng.step
         if self._model.rng.training and self._check_every and step and step % self._check_every == 0:
             self._compare_copies("a step", None)
+        return False
 
     def _between_steps(self) -> list[Fact]:
         return [

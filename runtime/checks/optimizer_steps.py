@@ -86,13 +86,11 @@ class SteppedOnce:
     def stepping(self, optimizer: Optimizer) -> None:
         """Raise ShardcError for a step of the engine's optimizer that the engine does not take."""
         if optimizer in self._members and not self._allowed:
-            raise ShardcError(
-                "the engine steps its optimizer itself: this would update a second time, or before the other "
-                "ranks' parts arrive",
-                where=f"{type(optimizer).__name__}.step()",
-                fix="remove it: engine.step(batch) does a whole step, engine.backward(batch) and engine.update()"
-                " are its halves; program.module(model) is for a loop that steps the optimizer",
-            )
+            fault = "the engine steps its optimizer itself: this would update a second time, or before the other "
+            fault += "ranks' parts arrive"
+            fix = "remove it: engine.step(batch) does a whole step, engine.backward(batch) and engine.update()"
+            fix += " are its halves; program.module(model) is for a loop that steps the optimizer"
+            raise ShardcError(fault, where=f"{type(optimizer).__name__}.step()", fix=fix)
 
     def engine_step(self) -> AbstractContextManager[None]:
         return changed(self, _allowed=True)
@@ -105,12 +103,10 @@ class SteppedOnce:
         """Raise ShardcError if somebody stepped the engine's scheduler once more; loading it is allowed."""
         for scheduler, count in zip(self._schedulers, self._counts, strict=True):
             if _count(scheduler) == count + 1:
-                raise ShardcError(
-                    "the loop steps it, and the engine also steps it in every update: the learning rate"
-                    " would run ahead",
-                    where=f"{type(scheduler).__name__}.step()",
-                    fix="remove the call; or remove `scheduler=`, make it from engine.optimizer, and step it yourself",
-                )
+                fault = "the loop steps it, and the engine also steps it in every update: the learning rate"
+                fault += " would run ahead"
+                fix = "remove the call; or remove `scheduler=`, make it from engine.optimizer, and step it yourself"
+                raise ShardcError(fault, where=f"{type(scheduler).__name__}.step()", fix=fix)
 
 
 def _count(scheduler: LRScheduler) -> int:
@@ -120,9 +116,7 @@ def _count(scheduler: LRScheduler) -> int:
 
 def _refuse_group(*_: Any, **__: Any) -> NoReturn:
     """Refuse a new group of an engine's optimizer: nothing would compare it, or know its parameters."""
-    raise ShardcError(
-        "the groups of an engine's optimizer cannot change",
-        where="engine.optimizer.add_param_group",
-        fix="make all groups in the function passed as optimizer=, with lr=0.0 for parameters that train "
-        "later, and set that group's lr then; frozen parameters (requires_grad=False) train after compiling again",
-    )
+    fault = "the groups of an engine's optimizer cannot change"
+    fix = "make all groups in the function passed as optimizer=, with lr=0.0 for parameters that train "
+    fix += "later, and set that group's lr then; frozen parameters (requires_grad=False) train after compiling again"
+    raise ShardcError(fault, where="engine.optimizer.add_param_group", fix=fix)

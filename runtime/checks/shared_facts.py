@@ -81,6 +81,10 @@ def loader_facts(order: Order) -> list[Fact]:
     ]
 
 
+#: The name of a fact that parts need not share: a collate function may leave samples out of some.
+ROWS = "the number of rows in the part of the batch"
+
+
 def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     """Return facts of the global batch, or of the part that ranks share, such as a tensor-parallel group."""
     tensors = {path: x for path, x in sorted(leaves(batch), key=lambda leaf: name_of(leaf[0])) if isinstance(x, Tensor)}
@@ -89,20 +93,28 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
         form = Fact("the form of the batch", hashed(names), fix=SAME_BATCH, shown=names)
         return [form, Fact("the global batch", fingerprint(tensors.values()), fix=SAME_BATCH)]
     parts: dict[tuple[str, ...], list[Tensor]] = {}
+    shapes, rows, split_rows = list[list[int]](), list[list[int]](), set[str]()
+    dims, mesh = batch_dims(program), program.mesh
     for x in program.inputs:
-        split = {part for axis, _ in x.layout.shards() for part in program.mesh.digits(axis)}
-        axes = tuple(a for a in program.mesh.names if a in split)
+        shards = [(part, s.dim) for axis, s in x.layout.shards() for part in mesh.digits(axis)]
+        axes = tuple(a for a in mesh.names if a in dict(shards))
         parts.setdefault(axes, [])
+        shape = list(tensors[x.path].shape) if x.path in tensors else []
         if x.path in tensors:
             parts[axes].append(tensors[x.path])
+        d, by_rows = dims[x.name], {part for part, dim in shards if dim == dims[x.name]}
+        if d is not None and by_rows:  # the rest of the shape is the same on all ranks
+            rows.append(shape[d : d + 1])
+            del shape[d : d + 1]
+        shapes.append(shape)
+        split_rows |= by_rows
     where = "its part of the batch"
-    shapes = [tuple(tensors[x.path].shape) if x.path in tensors else () for x in program.inputs]
     lengths = "pad them to the same length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
-    same_length = Fact("the length of the part of the batch", hashed(shapes), where=where, fix=lengths)
     inputs = ", ".join(f"{name_of(path)} {x.dtype}" for path, x in tensors.items())
     return [
         stated("the inputs in the part of the batch", inputs, where=where, fix=SAME_BATCH),
-        same_length,
+        Fact("the length of the part of the batch", hashed(shapes), where=where, fix=lengths),
+        stated(ROWS, rows, tuple(a for a in mesh.names if a in split_rows), where=where, fix=SAME_BATCH),
         *(Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()),
     ]
 
@@ -140,9 +152,8 @@ class SameRows:
         self._left = self._left - 1 if same else 0
         if same and not self._left:
             note(
-                f"{self.RUNNING} times in a row all ranks got the same rows: a step then has fewer rows. Pass "
-                "each rank "
-                "its own: .local(batch) of a global batch, engine.loader(dataset), or your own sampler"
+                f"{self.RUNNING} times in a row all ranks got the same rows: a step then has fewer rows. Pass each rank"
+                " its own: .local(batch) of a global batch, engine.loader(dataset), or your own sampler"
             )
 
 

@@ -71,13 +71,9 @@ def check_plain(batch: Any) -> None:
     for path, leaf in leaves(batch):
         if is_traceable_wrapper_subclass(leaf):
             kind = type(leaf).__name__
-            errors.add(
-                f"a {kind} is not a plain tensor",
-                where=name_of(path),
-                fix="pass the whole tensor, x.full_tensor(); or this rank's part, x.to_local(), with local=True"
-                if kind == "DTensor"
-                else "pass a torch.Tensor of its numbers",
-            )
+            fix = "pass the whole tensor, x.full_tensor(); or this rank's part, x.to_local(), with local=True"
+            fix = fix if kind == "DTensor" else "pass a torch.Tensor of its numbers"
+            errors.add(f"a {kind} is not a plain tensor", where=name_of(path), fix=fix)
     errors.raise_any()
 
 
@@ -90,12 +86,9 @@ def check_no_gradient(batch: Any) -> None:
     errors = Errors()
     for path, leaf in leaves(batch):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            errors.add(
-                "it depends on other parameters, which would get no gradient: a program computes gradients only for "
-                "its own parameters",
-                where=name_of(path),
-                fix="detach it, or include the earlier computation in the model",
-            )
+            fault = "it depends on other parameters, which would get no gradient: a program computes gradients only for"
+            fault, fix = f"{fault} its own parameters", "detach it, or include the earlier computation in the model"
+            errors.add(fault, where=name_of(path), fix=fix)
     errors.raise_any()
 
 
@@ -156,9 +149,8 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
             fault = f"its size {list(x.shape)} does not divide over ranks: the whole size is unknown from a part"
-            errors.add(
-                fault, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
-            )
+            fault, fix = fault, "pass the whole batch, without local=True, or make the size divide"
+            errors.add(fault, where=name_of(x.path), fix=fix)
             continue
         part = x.layout.local_shape(x.shape, program.mesh)
         want = part if given_local else x.shape
@@ -168,9 +160,8 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             coords = program.mesh.coords(rank)
             parts[x.name] = leaf if given_local else x.layout.local(leaf, program.mesh, coords, copies=True)
         else:
-            errors.add(
-                _mismatch(x, by_path, want, given_local), where=name_of(x.path), fix=_fix(x, by_path, given_local, part)
-            )
+            fault, fix = _mismatch(x, by_path, want, given_local), _fix(x, by_path, given_local, part)
+            errors.add(fault, where=name_of(x.path), fix=fix)
     errors.raise_any()
     return parts
 
@@ -309,9 +300,8 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
                 "engine.step, which compiles for it, or drop it (drop_last=True)"
             )
         if 0 < leaf.shape[0] < (part if local else x.shape)[0]:
-            return (
-                "drop the last, smaller batch of an epoch (drop_last=True), or use engine.step, which compiles for it"
-            )
+            last = "drop the last, smaller batch of an epoch (drop_last=True)"
+            return f"{last}, or use engine.step, which compiles for it"
     if type(leaf).__module__ == "numpy":
         return "make it a tensor: torch.from_numpy(...)"
     if leaf is None and any(path[: len(x.path)] == x.path and not isinstance(v, Tensor) for path, v in by_path.items()):
@@ -325,9 +315,8 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
         loader = f"DataLoader(dataset, batch_size={x.shape[0]})"
         return f"this is one sample, not a batch: let {loader} or engine.loader(dataset) make batches"
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and local and tuple(leaf.shape) == x.shape:
-        return (
-            "this is the whole batch: cut this rank's part with program.local(batch), or let engine.step(batch) do it"
-        )
+        whole = "this is the whole batch: cut this rank's part with program.local(batch)"
+        return f"{whole}, or let engine.step(batch) do it"
     if isinstance(leaf, Tensor) and leaf.dtype != x.dtype and leaf.ndim == len(x.shape):
         cast = {torch.float32: "float()", torch.float64: "double()", torch.int64: "long()", torch.int32: "int()"}
         name = name_of(x.path)

@@ -127,8 +127,8 @@ class Loader:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ShardcError if the saved loader read a dataset of another size."""
         if state["size"] != self.order.size:
-            data = "an iterable dataset"
-            then, now = (data if n is None else f"{n} samples" for n in (state["size"], self.order.size))
+            sizes = (state["size"], self.order.size)
+            then, now = (f"{n} samples" if n is not None else "an iterable dataset" for n in sizes)
             fault = f"the checkpoint is in the middle of {then}, but this one is {now}"
             fix = "continue with the same dataset, or begin with this one: load(folder, new_data=True), run: --new-data"
             raise ShardcError(fault, where=self.where, fix=fix)
@@ -218,13 +218,12 @@ class Loader:
         """Return whether samples come in the dataset's own order. Raises ShardcError if it is no dataset."""
         data = self.dataset
         if isinstance(data, DataLoader):
-            fault, fix = "a DataLoader is not a dataset", "pass its dataset, and its collate_fn and num_workers"
-            raise ShardcError(fault, where=self.where, fix=fix)
+            fix = "pass its dataset, and its collate_fn and num_workers"
+            raise ShardcError("a DataLoader is not a dataset", where=self.where, fix=fix)
         if isinstance(data, Mapping):
             datasets = [name for name, x in data.items() if not isinstance(x, Tensor)]
-            fix = "pass a dataset of single samples"
-            fix = f"pass one of its entries, such as {datasets[0]!r}" if datasets else fix
-            raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=fix)
+            one = f"one of its entries, such as {datasets[0]!r}" if datasets else "a dataset of single samples"
+            raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=f"pass {one}")
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return False
         if not hasattr(data, "__iter__"):
@@ -274,13 +273,8 @@ class Loaders(dict[str, Loader]):
         if loader.name is None:
             return loader
         if loader.name in self:
-            raise ShardcError(
-                f"the engine already has a loader named {loader.name!r}",
-                where="engine.loader",
-                fix=(
-                    "use that one for every epoch, or give this one its own name; name=None is not kept in checkpoints"
-                ),
-            )
+            fix = "use that one for every epoch, or give this one its own name; name=None is not kept in checkpoints"
+            raise ShardcError(f"the engine already has a loader named {loader.name!r}", where="engine.loader", fix=fix)
         if loader.name in self._waiting:
             loader.load_state_dict(self._waiting[loader.name])
         self[loader.name] = loader

@@ -176,10 +176,12 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
     except Exception as e:
         none = [n for n, x in zip(numbers, samples, strict=True) if x is None]
         if none:
-            fault = f"sample {none[0]} is None" + (
-                f" ({len(none)} of the {len(samples)} of a batch are)" if none[1:] else ""
-            )
+            several = f" ({len(none)} of the {len(samples)} of a batch are)" if none[1:] else ""
+            fault = f"sample {none[0]} is None{several}"
             fix = "return a sample for every number, leave it out of the dataset, or drop it in a collate function"
+            if len(none) == len(samples) and collate is not default_collate:
+                fault += ": none is left of this rank's part of the batch"
+                fix = "leave it out of the dataset, or return another sample in its place"
             raise ShardcError(fault, where="engine.loader", fix=fix) from e
         if collate is not default_collate:
             add_note(e, f"in the collate function, of samples {_listed(numbers)}")
@@ -189,12 +191,10 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
             fault += f"{str(e).partition(chr(10))[0]}"
             fix = "make each sample have the same keys, with tensors, arrays or numbers as values; or pass collate_fn"
             raise ShardcError(fault, where="engine.loader", fix=f"{fix} (in a model file, collate(samples))") from e
-        raise ShardcError(
-            f"the samples of a batch have several sizes, and are not padded ({e})",
-            where="engine.loader",
-            fix="pad them: collate_fn=lambda samples: ... (in a model file, collate(samples)); batch: {lengths: [...],"
-            " pad: {...}} in the spec keeps the number of lengths small",
-        ) from e
+        fault = f"the samples of a batch have several sizes, and are not padded ({e})"
+        fix = "pad them: collate_fn=lambda samples: ... (in a model file, collate(samples)); batch: {lengths: [...],"
+        fix += " pad: {...}} in the spec keeps the number of lengths small"
+        raise ShardcError(fault, where="engine.loader", fix=fix) from e
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -30,10 +30,12 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from shardc.runtime.launch import LOOPBACK, NAMED
+from shardc.runtime.launch import LEFT_OVER, LOOPBACK, NAMED
 from shardc.runtime.mesh.local_processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
 
+#: After so many times the seconds of rank 1, the other ranks report a late rank 0, too.
+LATER = 4
 #: What `begin` has made, and its activity, which ends when a TorchMesh takes it over.
 _begun: list[tuple[Watch, contextlib.ExitStack]] = []
 
@@ -111,28 +113,32 @@ def _new_store(timeout: timedelta, named: float) -> tuple[Any, int, int]:
     """Connect to the store of torchrun's agent, or of rank 0, which does not wait here for the others.
 
     The store has no authentication. So it listens to this machine alone where all ranks are on it, as with `shardc
-    run`. If rank 0 is late, rank 1 prints a line, as ranks cannot agree before they meet.
+    run`. If rank 0 is late, rank 1 prints a line, as ranks cannot agree before they meet; much later, the others do.
     """
     env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, rank, world = next(rendezvous("env://", timeout=timeout))
-        return store, rank, world
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    who = "torchrun's agent" if agent else "rank 0"
     address, port, rank, world = env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"])
     options: dict[str, Any] = {"multi_tenant": True, "wait_for_workers": False}
-    if rank == 0 and address == LOOPBACK:
+    if rank == 0 and address == LOOPBACK and not agent:
         # in use: by a store of this process, which is shared
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((LOOPBACK, port))
             listener.listen(world)
             options["master_listen_fd"] = listener.detach()
-    where = f"to {address}:{port}, where ranks meet, for {named:.0f} s"
-    message = f"rank 0 has not arrived {where}: it is stopped, starts slowly, or its machine is gone"
-    late = threading.Timer(named, print_line, [message])
+    seconds = named if rank == 1 else LATER * named
+    where = f"to {address}:{port}, where ranks meet, for {seconds:.0f} s"
+    message = f"{who} has not arrived {where}: it is stopped, starts slowly, or its machine is gone"
+    message += f"; if no launcher started this process, {LEFT_OVER}"
+    late = threading.Timer(seconds, print_line, [message])
     late.daemon = True
-    if rank == 1 and named:
+    if (rank or agent) and named:
         late.start()
     try:
+        if agent:
+            store, rank, world = next(rendezvous("env://", timeout=timeout))
+            return store, rank, world
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
     finally:
         late.cancel()

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import GAVE_UP
+from shardc.runtime.launch import GAVE_UP, LEFT_OVER
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.local_processes import KILLED, Processes
@@ -271,7 +271,7 @@ class Watch:
         if why == STOPPED and self._met:
             self.say(f"{text}; ended now")  # the others notice by their connections
         elif why == ABSENT:
-            self.say(text)
+            self.say(f"{text}; if no launcher started this process, {LEFT_OVER}")
         elif why == SILENT and seconds < ENDED * self.named:
             self.say(f"{text}; unless it answers, the run ends in {ENDED * self.named - seconds:.0f} s")
         else:

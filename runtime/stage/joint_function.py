@@ -92,12 +92,10 @@ class JointCall:
                 continue
             runs = engine_executes(get_gradient_edge(p).node)
             if runs is None:
-                raise ShardcError(
-                    "gradients of parameters are summed over ranks when backward() ends, and are in .grad: "
-                    "autograd.grad would find none, or only that of this rank's part",
-                    where="torch.autograd.grad(loss, module.parameters())",
-                    fix=f"call loss.backward() and read each p.grad; {_AROUND}",
-                )
+                fault = "gradients of parameters are summed over ranks when backward() ends, and are in .grad: "
+                fault += "autograd.grad would find none, or only that of this rank's part"
+                fix = f"call loss.backward() and read each p.grad; {_AROUND}"
+                raise ShardcError(fault, where="torch.autograd.grad(loss, module.parameters())", fix=fix)
             if not runs:
                 fault = "with inputs=, backward would skip the sums of gradients over ranks: no gradient would arrive"
                 fix = "call loss.backward(), and set the .grad that you do not need to None"

@@ -36,6 +36,9 @@ _FLOAT16 = (
     " write `precision: {compute: float16, loss_scale: dynamic}`"
 )
 _NAMED = 3  # parameters that an error names
+#: Why a mean is nan whose divisor, computed from the batch, is 0.
+NOTHING = "it is a mean over nothing, as all labels of the batch are ignored, or have weight 0"
+FIX_NOTHING = "leave such batches out of the data, divide by at least 1 in the loss, or skip them (--nonfinite skip)"
 
 
 class NotFiniteError(ShardcError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,11 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardc.errors import ShardcError
+from shardc.ir.outputs import Output
 from shardc.ir.patterns import match
+from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.runtime.data.inputs import Path, batch_dims, leaves, mapped, name_of
 from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.stage import outputs
 from shardc.runtime.stage.communicators import groups_of
 
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -68,9 +72,8 @@ def _padded(
             continue
         if local and x.layout.shards(length_dim[x.path]):
             fault = "its length is split over ranks, so its parts cannot be padded separately"
-            raise ShardcError(
-                fault, where=f"batch.pad: {name}", fix="pass the engine whole batches, without local=True"
-            )
+            fix = "pass the engine whole batches, without local=True"
+            raise ShardcError(fault, where=f"batch.pad: {name}", fix=fix)
         fill[x.path] = number
     if not fill:
         return batch
@@ -98,6 +101,31 @@ def _padded(
         return pad(leaf, (*[0, 0] * (leaf.dim() - 1 - d), 0, size - leaf.shape[d]), value=fill[path])
 
     return mapped(batch, (), longer)
+
+
+@torch.no_grad()
+def joined_parts(program: Program, mesh: Any, batch: Any) -> Any:
+    """Return the global batch, whole on every rank, of parts with different numbers of rows. Collective.
+
+    Parts are filled up to the longest and joined by their layouts, and what filled them is left out.
+    """
+    whole: dict[Path, Tensor] = {}
+    for x, leaf in _inputs_in(program, batch):
+        if not isinstance(leaf, Tensor) or not 0 < leaf.dim() == len(x.shape):
+            continue  # not split, or refused by all ranks when they cut the batch
+        layout = Layout(tuple((a, replace(s, padding=0)) for a, s in x.layout.shards()))
+        d, part = batch_dims(program)[x.name] or 0, leaf.to(mesh.device)
+        counts = [0] * mesh.layout.world
+        counts[mesh.rank] = part.shape[d]
+        counts = mesh.sum_on_host(counts)
+        filling = part.new_zeros((*part.shape[:d], max(counts) - part.shape[d], *part.shape[d + 1 :]))
+        o = Output(x.name, x.shape, x.dtype, layout)
+        part = outputs.gathered(replace(program, outputs=(o,)), mesh, {x.name: torch.cat([part, filling], d)})[x.name]
+        filled = [torch.arange(max(counts)) < n for n in counts]
+        rows = Layout(tuple((a, replace(s, dim=0)) for a, s in layout.shards() if s.dim == d))
+        kept = rows.join(lambda c, filled=filled: filled[program.mesh.rank(c)], program.mesh)  # type: ignore[misc]
+        whole[x.path] = part.index_select(d, kept.nonzero().flatten().to(part.device))
+    return mapped(batch, (), lambda path, leaf: whole.get(path, leaf))
 
 
 def other_shapes(program: Program, batch: Any, *, local: bool) -> Shapes | None:

@@ -212,10 +212,8 @@ class Engine:
         """
         if self._waiting and not self._noted_replaced:
             self._noted_replaced = True
-            self.mesh.note(
-                "engine.backward was called twice without engine.update between: gradients are replaced, not "
-                "added up; to accumulate, write batch: {microbatches: n}"
-            )
+            twice = "engine.backward was called twice without engine.update between: gradients are replaced, not added"
+            self.mesh.note(f"{twice} up; to accumulate, write batch: {{microbatches: n}}")
         result = self._backward(batch, local=local, gather=gather, early=False)
         self._waiting = True
         self._checks.gradients(user_reads=True)
@@ -466,9 +464,8 @@ class Engine:
         with self.mesh.together("setting options"):
             engine_options.check_settable(Engine, options)
             changed = {**self._options, **options}
-            engine_options.check(
-                seed=0, **{n: changed[n] for n in (*engine_options.SETTABLE, "optimizer", "scheduler")}
-            )
+            checked = (*engine_options.SETTABLE, "optimizer", "scheduler")
+            engine_options.check(seed=0, **{n: changed[n] for n in checked})
             self._check_nothing_waits("engine.set")
             same, settable = "set the same value on all ranks", {n: changed[n] for n in engine_options.SETTABLE}
             facts = (stated(n, x, where="engine.set", fix=same) for n, x in settable.items())
@@ -610,6 +607,11 @@ class Engine:
         return self._optimizer_half.norm
 
     @property
+    def updated(self) -> bool:
+        """Whether the last step updated anything: not if its loss or gradient was nan or inf, and it was left out."""
+        return self._optimizer_half.updated
+
+    @property
     def consistent(self) -> bool:
         """Whether all of the state belongs to the same step. False after an error in an update or a load."""
         return self._optimizer_half.consistent
@@ -650,9 +652,7 @@ class Engine:
         raise ShardcError("an engine cannot be called", where="engine(...)", fix=fix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardcError(
-            "an engine of one rank of a running world can be neither pickled nor copied",
-            where="copy or pickle of an engine",
-            fix="engine.save(folder), or engine.full_state_dict(), the whole model's weights; for an average of "
-            "weights: your own tensors beside engine.params, or copy.deepcopy(program.module(model))",
-        )
+        fix = "engine.save(folder), or engine.full_state_dict(), the whole model's weights; for an average of weights:"
+        fix += " your own tensors beside engine.params, or copy.deepcopy(program.module(model))"
+        fault = "an engine of one rank of a running world can be neither pickled nor copied"
+        raise ShardcError(fault, where="copy or pickle of an engine", fix=fix)

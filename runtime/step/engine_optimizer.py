@@ -76,12 +76,10 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
         return as_one(make(trained))
     except ValueError as e:
         if "only supports 2D parameters" in str(e):
-            raise ShardcError(
-                f"an optimizer takes only matrices, but got a parameter of other dims ({e})",
-                where="optimizer",
-                fix="pass it the matrices, the rest to another: matrices, rest = shardc.matrices(params); return"
-                " [torch.optim.Muon(matrices, lr=...), torch.optim.AdamW(rest, lr=...)]",
-            ) from e
+            fault = f"an optimizer takes only matrices, but got a parameter of other dims ({e})"
+            fix = "pass it the matrices, the rest to another: matrices, rest = shardc.matrices(params); return"
+            fix += " [torch.optim.Muon(matrices, lr=...), torch.optim.AdamW(rest, lr=...)]"
+            raise ShardcError(fault, where="optimizer", fix=fix) from e
         if "empty parameter list" not in str(e):
             raise
         fault = "an optimizer got no parameter on this rank: with a pipeline, ranks have only those of their stages"

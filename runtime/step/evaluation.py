@@ -18,6 +18,7 @@ from shardc.runtime.data import inputs
 from shardc.runtime.mesh.agreement import stated
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.not_finite import NOTHING
 from shardc.runtime.stage.run import Values
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.local_model import LocalModel
@@ -73,7 +74,9 @@ class Evaluation:
             self._model.mesh.note(NO_DIVISOR)
         elif any(LOSS in d.several for d in divisors.values()):
             self._model.mesh.note(SEVERAL_DIVISORS)
-        return means.values()
+        if "loss" in (of_all := means.values()) and not means.counted("loss"):
+            self._model.mesh.note(f"the loss of these batches is nan: {NOTHING}")
+        return of_all
 
     @torch.no_grad()
     def _run(

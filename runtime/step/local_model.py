@@ -62,7 +62,8 @@ class LocalModel:
         inputs.check_plain(batch)
         inputs.check_keywords(self.program, batch, self.forward_arguments)
         batch = batch_sizes.cast_and_pad(self.program, self.mesh, batch, local=local)
-        checks.batch(batch, local=local)
+        if checks.batch(batch, local=local):
+            batch, local = batch_sizes.joined_parts(self.program, self.mesh, batch), False
         self.gather_written()
         interpreter, constants = self._interpreter_for(batch, local=local, use=use)
         program = interpreter.program

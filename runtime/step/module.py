@@ -276,27 +276,20 @@ def _check_supported(program: Program) -> None:
         fault, fix = "the program is forward-only: there is no loss to train by", "use program.forward(model)"
         raise ShardcError(fault, where="program.module", fix=fix)
     if program.microbatches > 1:
-        raise ShardcError(
-            f"a step of this program is {program.microbatches} microbatches, each with its own backward: a module "
-            "has one",
-            where="batch.microbatches",
-            fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
-        )
+        fault = f"a step of this program is {program.microbatches} microbatches, each with its own backward: a module "
+        fault += "has one"
+        fix = "use program.engine(...), or write microbatches: 1 and add gradients up in your own loop"
+        raise ShardcError(fault, where="batch.microbatches", fix=fix)
     if program.axis:
         fault = f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule"
         raise ShardcError(fault, where="pipeline", fix="use program.engine(...)")
     if program.spec.precision.loss_scale is not None:
-        raise ShardcError(
-            "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "
-            "step an optimizer, so nothing would be scaled",
-            where="precision.loss_scale",
-            fix="use program.engine(...); or leave loss_scale out, multiply the loss by a number before backward,"
-            " and divide each .grad by it",
-        )
+        fault = "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "
+        fault += "step an optimizer, so nothing would be scaled"
+        fix = "use program.engine(...); or leave loss_scale out, multiply the loss by a number before backward,"
+        fix += " and divide each .grad by it"
+        raise ShardcError(fault, where="precision.loss_scale", fix=fix)
     if program.spec.data.offload.used:
-        raise ShardcError(
-            "offload needs an engine, which moves tensors around the optimizer's step: a module does not step the"
-            " optimizer",
-            where="data.offload",
-            fix="use program.engine(...), or leave offload out",
-        )
+        fault = "offload needs an engine, which moves tensors around the optimizer's step: a module does not step the"
+        fault += " optimizer"
+        raise ShardcError(fault, where="data.offload", fix="use program.engine(...), or leave offload out")

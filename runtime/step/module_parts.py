@@ -30,12 +30,10 @@ _STATE = ("_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "se
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
     """Refuse to run a part: the forward of every part."""
-    raise ShardcError(
-        "a part of the module cannot run separately: the program is of the whole forward",
-        where="a submodule of program.module(...)",
-        fix="let the loss function return the value: it comes back beside the loss; or compile that part as a "
-        "separate model",
-    )
+    fault = "a part of the module cannot run separately: the program is of the whole forward"
+    fix = "let the loss function return the value: it comes back beside the loss; or compile that part as a "
+    fix += "separate model"
+    raise ShardcError(fault, where="a submodule of program.module(...)", fix=fix)
 
 
 class Part(nn.Module):

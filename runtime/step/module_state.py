@@ -47,12 +47,10 @@ class ModuleState(nn.Module):
         split = [n for n, x in state_dict.items() if n in parts and isinstance(x, Tensor) and x.shape != parts[n].shape]
         program = self._running.program
         if whole := [n for n in split if tuple(state_dict[n].shape) == program.param(n).shapes[n]]:
-            raise ShardcError(
-                f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
-                f" {list(parts[whole[0]].shape)} ({len(whole)} such)",
-                where=f"module.load_state_dict: {whole[0]}",
-                fix="make the module from whole weights, which it shards: program.module(model, weights=state_dict)",
-            )
+            fault = f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
+            fault += f" {list(parts[whole[0]].shape)} ({len(whole)} such)"
+            fix = "make the module from whole weights, which it shards: program.module(model, weights=state_dict)"
+            raise ShardcError(fault, where=f"module.load_state_dict: {whole[0]}", fix=fix)
         return super().load_state_dict(state_dict, strict)
 
     def save(

@@ -33,12 +33,9 @@ class Schedulers:
         members = list(returned.values() if isinstance(returned, dict) else returned) if several else [returned]
         for m in members:
             if isinstance(m, ReduceLROnPlateau):
-                raise ShardcError(
-                    "ReduceLROnPlateau needs your measure at every step",
-                    where="scheduler",
-                    fix="make it from engine.optimizer, and call its step(measure) in your own loop; `shardc run` takes"
-                    " schedules that count steps, such as CosineAnnealingLR",
-                )
+                fix = "make it from engine.optimizer, and call its step(measure) in your own loop; `shardc run` takes"
+                fix += " schedules that count steps, such as CosineAnnealingLR"
+                raise ShardcError("ReduceLROnPlateau needs your measure at every step", where="scheduler", fix=fix)
         if wrong := [m for m in members if not isinstance(m, LRScheduler)] or ([] if members else [returned]):
             kind = f"a {type(returned).__name__}" + (f" of {type(wrong[0]).__name__}" if several and members else "")
             raise ShardcError(
@@ -53,13 +50,11 @@ class Schedulers:
         ids = {id(o) for o in (optimizer, *several_optimizers)}
         for m in with_inner(members):
             if id(getattr(m, "optimizer", optimizer)) not in ids:
-                raise ShardcError(
-                    f"{type(m).__name__} was made from another optimizer than the engine's: it would have no "
-                    "effect here",
-                    where="scheduler",
-                    fix="make it from the function's argument: scheduler=lambda optimizer:"
-                    f" {type(m).__name__}(optimizer, ...)",
-                )
+                fault = f"{type(m).__name__} was made from another optimizer than the engine's: it would have no "
+                fault += "effect here"
+                fix = "make it from the function's argument: scheduler=lambda optimizer:"
+                fix += f" {type(m).__name__}(optimizer, ...)"
+                raise ShardcError(fault, where="scheduler", fix=fix)
         return cls(members, returned)
 
     def step(self) -> None:

@@ -13,9 +13,11 @@ from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.stage import not_finite
 from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.not_finite import NotFiniteError
 from shardc.runtime.stage.run import Values
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
+from shardc.runtime.step.means import LOSS, MeanDivisors
 from shardc.runtime.step.schedulers import NewSchedule, SchedulerOf, Schedulers
 from shardc.runtime.zero.optimizer_check import OverlappedStep
 from shardc.runtime.zero.paged_optimizer import Paged
@@ -56,7 +58,7 @@ class Update:
         self._norm = GradNorm(program, model.owned, model.mesh)
         self.norm: Tensor | None = None
         self.consistent = True
-        self._skipping = self._updated = False  # whether this step leaves out its update; whether it updated
+        self._skipping = self.updated = False  # whether this step leaves out its update; whether the last one updated
         self._steps_early = self._sends_early = False  # see `begin`
         self._buffers_before = model.buffers  # put back if gradients are not finite
         self.set_options(**options)
@@ -83,11 +85,9 @@ class Update:
     def check_consistent(self) -> None:
         """Raise ShardcError after an error in an update: nobody knows which parameters were updated."""
         if not self.consistent:
-            raise ShardcError(
-                "an update or a load failed halfway: some parameters may be updated, others not, and ranks may differ",
-                where="Engine.update",
-                fix="load a checkpoint into this engine, or make a new one",
-            )
+            fault, fix = "an update or a load failed halfway", "load a checkpoint into this engine, or make a new one"
+            fault += ": some parameters may be updated, others not, and ranks may differ"
+            raise ShardcError(fault, where="Engine.update", fix=fix)
 
     @property
     def scale(self) -> Callable[[Tensor], Tensor]:
@@ -108,9 +108,16 @@ class Update:
     def check_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
         """Decide whether this step updates anything. Loss scaling checks the gradients instead."""
         step = self.model.rng.step + 1
-        self._skipping = self.scaler is None and not_finite.skips_loss(
-            self._nonfinite, loss, interpreter, values, step=step
-        )
+        try:
+            self._skipping = self.scaler is None and not_finite.skips_loss(
+                self._nonfinite, loss, interpreter, values, step=step
+            )
+        except NotFiniteError as e:
+            divisor = MeanDivisors(interpreter.program).of(self.model.mesh, values).get(LOSS)
+            if divisor is None or divisor.value:
+                raise
+            fault = f"the loss of step {step} is {float(loss)}: {not_finite.NOTHING}"
+            raise NotFiniteError(fault, where=e.where, fix=not_finite.FIX_NOTHING) from e
 
     def replace_buffers(self, new: Mapping[str, Tensor]) -> None:
         """Replace buffers by their new values, unless the step is left out."""
@@ -144,8 +151,8 @@ class Update:
             self.norm = self._norm.total()
             if self.scaler is None and not self._skipping:
                 self._check_gradients(self.norm)
-        self._updated = self.trains and not self._skipping and (self.scaler is None or not self.scaler.overflow)
-        if self._updated:
+        self.updated = self.trains and not self._skipping and (self.scaler is None or not self.scaler.overflow)
+        if self.updated:
             self.consistent = False
             if self.clip_norm is not None and self.norm is not None:
                 self._norm.clip(self.clip_norm, self.norm)
@@ -170,7 +177,7 @@ class Update:
 
     def step_schedule(self) -> None:
         """Step the user's schedulers, unless the update was skipped. They may raise."""
-        if self.schedulers is not None and self._updated:
+        if self.schedulers is not None and self.updated:
             try:
                 self.schedulers.step()
             finally:

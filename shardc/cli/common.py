@@ -43,6 +43,11 @@ EVERY = 5.0
 LATE = 10.0
 
 
+def json_text(value: Any, **options: Any) -> str:
+    """Return a value as JSON. nan and inf, which JSON does not have, become null: strict readers stop at them."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), **options)
+
+
 @contextmanager
 def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
     """Yield a function that prints results on stdout. Print a ShardcError, and exit with status 2.
@@ -56,7 +61,7 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
         if callable(shown):
             shown = shown()
         if shown is not None and shown != "":
-            stdout.write(f"{json.dumps(shown) if as_json else shown.rstrip(chr(10))}\n")
+            stdout.write(f"{json_text(shown) if as_json else shown.rstrip(chr(10))}\n")
             stdout.flush()
 
     try:
@@ -127,15 +132,9 @@ def progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str, int,
     """
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(30),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    ) as bar:
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn()
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(doing, total=None)
         started = printed = time.monotonic()
 

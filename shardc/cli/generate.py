@@ -88,9 +88,8 @@ class Words:
             except ValueError:
                 errors.add(f"{written!r} are not token ids", where="--ids", fix="write numbers: --ids 1,15,7")
         if not result and not errors.found:
-            errors.add(
-                "there is no prompt", where="generate", fix='pass one: --prompt "Once upon a time", or --ids 1,15,7'
-            )
+            fault, fix = "there is no prompt", 'pass one: --prompt "Once upon a time", or --ids 1,15,7'
+            errors.add(fault, where="generate", fix=fix)
         errors.raise_any()
         return result
 

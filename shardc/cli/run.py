@@ -49,7 +49,8 @@ def command(
     options = given(settings)
     save, log = (Path(options[name]) if name in options else None for name in ("save", "log"))
     with ranks(named, nproc, weights, options.get("watch")) as all_ranks:
-        first = os.environ.get("RANK", "0") == "0"  # only rank 0 writes lines, on its machine
+        # only rank 0 writes lines, on its machine; without a launcher, another job has left RANK behind
+        first = not all_ranks.joined or os.environ["RANK"] == "0"
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(options)
         program = all_ranks.program(as_compiled=as_compiled)
@@ -61,7 +62,7 @@ def command(
             _check_new_data(save, resume)
         if run.auto_resume and resume is None:
             resume = _checkpoint(save)
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun's own --max-restarts
+        if all_ranks.joined and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun's --max-restarts
             new_data = new_data and _checkpoint(save) is None
             resume = _checkpoint(save) or resume
             overwrite = overwrite or resume is None
@@ -223,6 +224,8 @@ def _summary(run: dict[str, Any], *, tied: bool) -> str:
     held_out = f", held-out loss {run['held_out']:.4f}" if run["held_out"] is not None else ""
     held_out += "".join(f", {name} {x:.4g}" for name, x in run["held_out_outputs"].items())
     lines = [f"{run['steps']} steps in {run['seconds']:.1f} s, {speed(run)}: {loss}{held_out}"]
+    if run["skipped"]:
+        lines += [f"{run['skipped']} of {run['steps']} updates were left out: their loss or gradient was nan or inf"]
     if run["saved"]:
         lines += [
             f"saved to {run['saved']}: checkpoint/ (loads on any mesh), {_exported(Path(run['saved']), tied=tied)}"

@@ -337,8 +337,7 @@ SPREAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("style", "mesh"),
-    [(s, m) for s in expert_loops.STYLES for m in SPREAD if m == "ep=2" or s in ("Mixtral", "Nano")],
+    ("style", "mesh"), [(s, m) for s in expert_loops.STYLES for m in SPREAD if m == "ep=2" or s in ("Mixtral", "Nano")]
 )
 def test_each_rank_has_its_experts(style: str, mesh: str) -> None:
     reference = one(style)

@@ -309,11 +309,7 @@ LEAVING: list[tuple[Function, str, str]] = [
     (switched, "the forward pass turns a parameter's gradient off", "torch.func.functional_call(m, {n: p.detach()"),
     (backward, "backward() is called inside forward", "torch.autograd.grad(y, x, create_graph=True)"),
     (unused, "the result does not depend on the tensor with respect to which a gradient is taken", "allow_unused=True"),
-    (
-        lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(),
-        "to_sparse) cannot be split",
-        "x.to_dense()",
-    ),
+    (lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(), "to_sparse) cannot be split", "x.to_dense()"),
     (
         lambda s, y: (y * torch.randn(6, generator=torch.Generator().manual_seed(0))).sum(),
         "an op takes a generator, or another Python object of the model",

@@ -28,6 +28,7 @@ from shardc.cli.ranks.training_data import Batches, _taken_over
 from shardc.cli.run import _settings
 from shardc.cli.run import command as command_of_run
 from shardc.errors import ShardcError
+from shardc.runtime.launch import free_port
 from shardc.spec import Run
 from tests import warm
 
@@ -196,6 +197,85 @@ def test_an_error_in_an_update_on_one_rank_ends_all(folder: Path) -> None:
     assert "the last checkpoint is in out" in done.stderr
     assert "OSError: no room for its state" in done.stderr
     assert [p.name for p in (folder / "out" / "checkpoint").iterdir() if p.is_dir()] == ["step-000002"]
+
+
+HOLES = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return (self.down(self.up(x).relu()) - x).square().mean()
+
+class Rows(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, i):  # the first batch lacks a row, the third is nan
+        x = torch.full((8,), i / 40.0)
+        return None if i == 5 else {"x": x * float("nan") if 16 <= i < 24 else x}
+
+def model():
+    return Net()
+
+def batch():
+    return {"x": torch.ones(8, 8)}
+
+def collate(samples):
+    return default_collate([x for x in samples if x is not None])
+
+def data(split):
+    return DataLoader(Rows() if split == "train" else torch.utils.data.Subset(Rows(), range(8)), 8, collate_fn=collate)
+"""
+
+
+def test_a_run_with_bad_samples_that_goes_back(folder: Path) -> None:
+    """Rows that collate leaves out, a skipped update, an older checkpoint, the last held-out loss."""
+    (folder / "model.py").write_text(HOLES)
+    options = ("--steps", "4", "--nonfinite", "skip", "--save", "a", "--save-every", "1", "--keep", "9", "--log", "log")
+    common = ("run", "model.py", "spec.yaml", *options)
+    done = warm.run(*common, "--mesh", "dp=1,tp=1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 4 updates were left out: their loss or gradient was nan or inf" in done.stdout
+    assert done.stdout.count("1 skipped") == 1
+    alone = (folder / "log" / "steps.jsonl").read_text()
+    done = warm.run(*common, "--mesh", "dp=2,tp=2", "--resume", "a/checkpoint/step-000002", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    again = (folder / "log" / "steps.jsonl").read_text()
+    assert "NaN" not in alone + again + done.stdout + (folder / "log" / "summary.json").read_text()
+    first, second = ([json.loads(line) for line in text.splitlines()] for text in (alone, again))
+    assert [x["step"] for x in second] == [1, 2, 3, 4]
+    assert (
+        [x.get("updated", True) for x in first] == [x.get("updated", True) for x in second] == [True, True, False, True]
+    )
+    assert second[:2] == first[:2]
+    assert [x["loss"] for x in second[2:]] == [None, pytest.approx(first[3]["loss"], rel=1e-5)]
+    summary = json.loads(done.stdout)
+    assert (summary["skipped"], summary["losses"][0]) == (1, None)
+    assert second[3]["held_out"] == summary["held_out"] == pytest.approx(first[3]["held_out"], rel=1e-5)
+
+
+def test_variables_that_another_job_left_behind(folder: Path) -> None:
+    left = {"RANK": "3", "LOCAL_RANK": "3", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    (folder / "taken" / "checkpoint" / "step-000001").mkdir(parents=True)
+    args = command(folder, "stream", "--steps", "1", "--json")[3:]
+    done = warm.run(*args, cwd=folder, env=left)
+    assert json.loads(done.stdout)["step"] == 1, done.stderr
+    done = warm.run(*args, "--save", "taken", cwd=folder, env=left)
+    assert "an earlier run's checkpoint is in taken" in done.stderr, "it is no restart of torchrun's"
+    meeting = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for more, text in (
+        (left, "the environment has RANK=3, but not MASTER_ADDR, MASTER_PORT"),
+        (meeting, "the mesh has 2 ranks (dp=1 × tp=2), and the world has 4"),
+    ):
+        done = warm.run(*args, cwd=folder, env={"WORLD_SIZE": "4", **more})
+        assert done.returncode == 2, done.stderr
+        assert text in done.stderr
+        assert "`unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`" in done.stderr
 
 
 def test_the_spec_says_how_to_run_and_options_win(folder: Path) -> None:

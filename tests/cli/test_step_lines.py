@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -43,3 +48,77 @@ def test_images_and_labels_are_not() -> None:
 def test_speed() -> None:
     assert speed({"samples_per_second": 12.34}) == "12.3 samples/s"
     assert speed({"samples_per_second": 1.0, "tokens_per_second": 2048.0}) == "2.0 k tokens/s"
+
+
+def strictly(text: str) -> list[Any]:
+    """The values of lines of JSON; nan and inf, which Python writes and reads, are none."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def scalars(folder: Path, tag: str) -> list[int]:
+    """The steps of a curve, as TensorBoard shows it."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [e.step for e in events.Scalars(tag)]
+
+
+def log(folder: Path, begun: int, *steps: int, **last: float) -> list[Any]:
+    """Write the log of a run that goes on after a step. last: held-out values of its last step."""
+    lines = StepLines(99, None, folder, append=True, begun=begun, tensorboard=True)
+    for step in steps:
+        lines.add({"step": step, "loss": float(begun), "lr": None})
+    lines.add_held_out(max(steps, default=begun), last)
+    lines.close()
+    return strictly((folder / "steps.jsonl").read_text())
+
+
+def test_a_log_that_goes_back_has_each_step_once(tmp_path: Path) -> None:
+    log(tmp_path, 0, 1, 2, 3, 4, 5)
+    with (tmp_path / "steps.jsonl").open("a") as f:
+        f.write('{"step": 6, "lo')  # the process was killed
+    before = (tmp_path / "steps.jsonl").read_text()
+    time.sleep(1.1)  # TensorBoard reads files in the order of their names, which have seconds
+    found = log(tmp_path, 2, 3, 4, held_out=0.5)
+    assert [(x["step"], x["loss"]) for x in found] == [(1, 0), (2, 0), (3, 2), (4, 2)]
+    assert found[-1] == {"step": 4, "loss": 2, "lr": None, "held_out": 0.5}
+    assert (tmp_path / "steps.jsonl.old").read_text() == before
+    assert scalars(tmp_path, "loss") == [1, 2, 3, 4]
+    assert scalars(tmp_path, "held_out") == [4]
+
+
+def test_a_log_that_went_back_and_forth_is_read_as_one_run(tmp_path: Path) -> None:
+    """As versions of shardc without `begun` wrote it; what is no line of a step is left out."""
+    steps = [1, 2, 3, 4, 5, 6, 3, 4, 5]
+    text = "".join(f'{{"step": {s}, "at": {i}}}\n' for i, s in enumerate(steps))
+    (tmp_path / "steps.jsonl").write_text(f"\0\0\n{text}[]\n")
+    assert [x["at"] for x in log(tmp_path, 5)] == [0, 1, 6, 7, 8]
+
+
+def test_held_out_values_come_into_the_line_of_a_run_that_was_killed_before(tmp_path: Path) -> None:
+    log(tmp_path, 0, 1, 2)
+    assert log(tmp_path, 2, held_out=0.25)[-1] == {"step": 2, "loss": 0, "lr": None, "held_out": 0.25}
+    assert log(tmp_path, 2, held_out=0.75)[-1]["held_out"] == 0.25, "it has one"
+    assert not (tmp_path / "steps.jsonl.old").exists()
+
+
+def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
+    line = {"step": 1, "loss": float("nan"), "outputs": {"a": [float("inf"), 1.5]}, "lr": None}
+    lines = StepLines(1, None, tmp_path, append=False)
+    lines.add(line)
+    lines.close()
+    (found,) = strictly((tmp_path / "steps.jsonl").read_text())
+    assert found == {"step": 1, "loss": None, "outputs": {"a": [None, 1.5]}, "lr": None}
+
+
+def test_updates_that_were_left_out_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = StepLines(3, sys.stdout, None, append=False)
+    line = {"loss": 1.0, "grad_norm": 0.0, "lr": None, "samples_per_second": 1.0, "memory_mb": 1.0}
+    for step, more in enumerate(({}, {"updated": False, "skipped": 1}, {}), 1):
+        lines.add({"step": step, **line, **more}, always=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert [" 1 skipped" in x for x in printed] == [False, True, True]
+    assert "skipped" not in printed[0]

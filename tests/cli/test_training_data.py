@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 import shardc
 from shardc.cli.ranks import training_loop
 from shardc.cli.ranks.training_data import Batches, _taken_over, batches, example, note_same_data
-from shardc.cli.ranks.training_loop import Training
+from shardc.cli.ranks.training_loop import Interrupted, Signals, Training
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.agreement import DisagreementError
@@ -93,6 +94,82 @@ def test_held_out_parts_of_unequal_length_are_an_error_on_all_ranks() -> None:
 @pytest.mark.parametrize("local", [False, True])
 def test_held_out_parts_of_equal_length_are_read_to_their_end(local: bool) -> None:
     assert held_out([3, 3], local) == [["batch 0", "batch 1", "batch 2"]] * 2
+
+
+def evaluation(settings: Run, seen: int, saves: int, *, dies: bool = False) -> list[tuple[Any, ...]]:
+    """What each of two ranks has read, held-out values or the end, and steps saved, if rank 1 gets signals at batch 2.
+
+    dies: the workers that read its batches get them, too.
+    """
+
+    def work(mesh: LoopbackMesh) -> tuple[Any, ...]:
+        signals, read, saved = SimpleNamespace(seen=0, saves=0), list[int](), list[int]()
+
+        def evaluate_all(batches: Iterable[int], local: bool) -> dict[str, float]:
+            for batch in batches:
+                read.append(batch)
+                if mesh.rank == 1 and batch == 2:
+                    signals.seen, signals.saves = seen, saves
+            return {"loss": sum(read)}
+
+        engine: Any = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=evaluate_all, saving=None)
+        engine.save, engine.finish_save = lambda *_, **__: saved.append(engine.step_count), lambda: None
+        ends = dies and mesh.rank == 1
+        read_by_workers = (1 // 0 if ends and i == 3 else i for i in range(40))
+        valid = Batches(read_by_workers, lambda: None, 0, local=False, description="")
+        lines: Any = SimpleNamespace(say=print, add_held_out=lambda *_: None)
+        training = Training(settings, engine, valid, valid, lines, signals)
+        try:
+            values: Any = training.last_held_out()
+        except Interrupted as e:
+            values = str(e)
+        return len(read), values, saved
+
+    return loopback(Mesh.of({"dp": 2}), work)
+
+
+def test_a_signal_ends_an_evaluation_on_all_ranks_and_no_mean_of_a_part_is_given() -> None:
+    for read, end, saved in (x for dies in (False, True) for x in evaluation(Run(save="out"), 15, 0, dies=dies)):
+        assert read == 3
+        assert end == "stopped by SIGTERM after step 3: saved to out; continue with --resume out"
+        assert saved == [3]
+
+
+def test_a_checkpoint_that_is_asked_for_in_an_evaluation_is_written_there() -> None:
+    for read, values, saved in evaluation(Run(save="out"), 0, 2):
+        assert (read, values, saved) == (40, {"loss": sum(range(40))}, [3])
+
+
+def test_held_out_batches_are_the_same_each_time_and_are_read_once_for_a_step() -> None:
+    model, rows = torch.nn.Linear(4, 4).double(), Rows()
+    program = shardc.compile(
+        model, {"input": rows.x[:4]}, {"shardc": 1}, loss=lambda y, _: y.square().mean(), prove=False
+    )
+    engine = program.engine(model)
+    valid = batches(engine, SimpleNamespace(data=lambda split: rows, collate=None), "valid", 0)
+    assert valid is not None
+    signals: Any = SimpleNamespace(seen=0)
+    losses = []
+    for _ in range(2):
+        training = Training(Run(eval_batches=1), engine, valid, valid, SimpleNamespace(), signals)  # type: ignore[arg-type]
+        losses.append(training.held_out())
+        training.valid = example(SimpleNamespace(ref="", batch={"input": rows.x[8:12]}), 0)
+        assert training.held_out() == losses[-1]
+    assert losses[0] == losses[1]
+
+
+def test_two_signals_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service manager ends all processes of a group, and the launcher passes its own on."""
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    signals = Signals()
+    signals._note(signal.SIGTERM, None)
+    signals._note(signal.SIGTERM, None)
+    assert (signals.seen, ended) == (signal.SIGTERM, [])
+    signals._since -= training_loop.AT_ONCE
+    signals._note(signal.SIGINT, None)
+    assert ended == [128 + signal.SIGINT]
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):

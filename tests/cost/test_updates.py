@@ -34,11 +34,7 @@ def named(kind: str, **options: Any) -> Any:
     return make
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
+WAYS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 OPTIMIZERS = {
     **{f"{kind}, {way}": named(kind, **how) for kind in ("Adam", "AdamW") for way, how in WAYS.items()},
     **{f"SGD, {way}": named("SGD", momentum=0.9, **how) for way, how in WAYS.items()},

@@ -524,10 +524,7 @@ def test_a_gradient_lies_alike_on_ranks_with_padding_and_without() -> None:
 def test_an_artifact_calls_no_op_by_a_text_that_a_program_may_not(file: str, name: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     program = shardc.compile(
-        model,
-        {"input": torch.ones(4, 4)},
-        {"shardc": 1, "mesh": {"dp": 2}},
-        loss=lambda y, _: y.square().mean(),
+        model, {"input": torch.ones(4, 4)}, {"shardc": 1, "mesh": {"dp": 2}}, loss=lambda y, _: y.square().mean()
     )
     program.save(tmp_path / "out")
     text = (tmp_path / "out" / file).read_text()

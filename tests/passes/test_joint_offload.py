@@ -43,21 +43,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "tp, linear": ("gpt", {**TP, **region(save=["linear"])}, {}),
     "sp, cheap": ("gpt", {**SP, **region(recompute="cheap")}, {}),
     "everything kept": ("gpt", {**TP, **region(save=["linear", "attention", "matmul", "norm", "collective"])}, {}),
-    "nothing kept, zero 3": (
-        "gpt",
-        {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}, **region(save=[])},
-        {},
-    ),
+    "nothing kept, zero 3": ("gpt", {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}, **region(save=[])}, {}),
     "one layer of two": ("gpt", {**TP, "checkpoint": [{"match": "h.0", "save": ["linear"], "offload": "cpu"}]}, {}),
     "nested": (
         "gpt",
-        {
-            **TP,
-            "checkpoint": [
-                {"match": "h.*", "save": ["linear"], "offload": "cpu"},
-                {"match": "h.*.fc", "save": []},
-            ],
-        },
+        {**TP, "checkpoint": [{"match": "h.*", "save": ["linear"], "offload": "cpu"}, {"match": "h.*.fc", "save": []}]},
         {},
     ),
     "precision": (
@@ -70,11 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "1f1b": ("gpt", {**PP, **region(save=["linear"])}, {}),
     "zero bubbles, v": (
         "gpt",
-        {
-            **PP,
-            "pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"},
-            **region(recompute="cheap"),
-        },
+        {**PP, "pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"}, **region(recompute="cheap")},
         {},
     ),
     "dualpipe-v": (

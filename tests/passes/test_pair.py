@@ -51,12 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
     "zero 3, cheap": (
         "gpt",
-        {
-            **TP,
-            **MICRO,
-            "data": {"zero": 3, "bucket_mb": 0.01},
-            "checkpoint": [{"match": "h.*", "recompute": "cheap"}],
-        },
+        {**TP, **MICRO, "data": {"zero": 3, "bucket_mb": 0.01}, "checkpoint": [{"match": "h.*", "recompute": "cheap"}]},
         SIDE,
     ),
     "zero 3 kept": ("gpt", {"mesh": {"dp": 2}, "data": {"zero": 3, "keep": True}, **MICRO}, SIDE),
@@ -79,11 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
         FORWARDS,
     ),
     "dualpipe-v": ("gpt", DUAL, {}),
-    "dualpipe-v, zero 3": (
-        "gpt",
-        {**DUAL, "mesh": {"pp": 2, "dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}},
-        {},
-    ),
+    "dualpipe-v, zero 3": ("gpt", {**DUAL, "mesh": {"pp": 2, "dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}}, {}),
     "dualpipe-v, tied, sp": ("llama", {**DUAL, "mesh": {"pp": 2, "tp": 2}, "shard": {"use": "structure"}}, {}),
     "dualpipe-v, passed on": ("linear_attention", DUAL, {}),
 }
@@ -341,11 +332,7 @@ def test_new_values_of_buffers_do_not_add_to_a_pairs_peak() -> None:
 def test_exchanges_of_experts_run_beside_the_other_microbatch() -> None:
     with torch.device("meta"):
         model = Routed()
-    spec = {
-        "mesh": {"ep": 8},
-        "experts": [{"match": "blocks.*", "axis": "ep"}],
-        "precision": {"compute": "bfloat16"},
-    }
+    spec = {"mesh": {"ep": 8}, "experts": [{"match": "blocks.*", "axis": "ep"}], "precision": {"compute": "bfloat16"}}
     alone, _ = _waited(model, 4096, spec, {})
     beside, _ = _waited(model, 4096, spec, SIDE)
     assert beside < 0.8 * alone  # there is little else to compute: gradients of router weights take their bytes

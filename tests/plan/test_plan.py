@@ -686,11 +686,7 @@ def test_what_is_summed_and_gathered_of_experts_takes_as_long_as_it_is_priced(c:
     assert first_price(elsewhere(q, slow), c).seconds == pytest.approx(exact.step_seconds, rel=0.25)
 
 
-@pytest.mark.parametrize(
-    "core",
-    [Core(ep=2), Core(ep=4), Core()],
-    ids=["experts on 2", "experts on 4", "no experts"],
-)
+@pytest.mark.parametrize("core", [Core(ep=2), Core(ep=4), Core()], ids=["experts on 2", "experts on 4", "no experts"])
 @pytest.mark.parametrize("zero", [3, 1, 2, 0])
 def test_estimates_of_every_zero_lie_near_exact_prices_with_experts_and_without(core: Core, zero: int) -> None:
     """Wide layers and a large table between slow nodes: most of a step is what is gathered and summed. The table is

@@ -134,6 +134,17 @@ def test_a_second_ctrl_c_does_not_leave_ranks_half_ended(tmp_path: Path) -> None
     assert not alive(tmp_path)
 
 
+def test_a_rank_that_still_starts_survives_a_request_for_a_checkpoint(tmp_path: Path) -> None:
+    """It has no handler yet: SIGUSR1 would end it."""
+    body = "import time\ntime.sleep(1)\nopen(f'done{rank}', 'w')"
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, *script(tmp_path, body)], cwd=tmp_path) as parent:
+        while len(alive(tmp_path)) < 2:
+            time.sleep(0.05)
+        parent.send_signal(signal.SIGUSR1)
+    assert parent.returncode == 0
+    assert len([*tmp_path.glob("done*")]) == 2
+
+
 def test_what_ranks_write_is_shown_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As often as one of them writes it; a last line that has not ended, too."""
     body = "print('a warning\\na warning', file=sys.stderr)\nif rank == 2:\n    print('of 2', end='', file=sys.stderr)"

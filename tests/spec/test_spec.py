@@ -257,10 +257,9 @@ def test_mesh_sizes_are_overridden() -> None:
     text = HEAD + "shard: {a: {0: {axis: tp, sections: [6, 6]}}}\n"
     assert Spec.parse(text, mesh={"tp": 3}).mesh.axes == (("dp", 2), ("tp", 3))
     assert Spec.load(Spec.parse(text), mesh={"dp": 1, "tp": 1}).mesh.world == 1
-    assert Spec.load({"shardc": 1}, mesh={"dp": 2, "tp": 2}).mesh.axes == (
-        ("dp", 2),
-        ("tp", 2),
-    ), "a spec without a mesh takes it whole"
+    assert Spec.load({"shardc": 1}, mesh={"dp": 2, "tp": 2}).mesh.axes == (("dp", 2), ("tp", 2)), (
+        "a spec without a mesh takes it whole"
+    )
     found = errors_of(text, mesh={"tp": 4})
     assert [(e.where, e.what) for e in found] == [("spec.yaml:3:37", "the section of 6 is not divisible by tp=4")]
     found = errors_of(text, mesh={"tpp": 4, "dp": 0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from shardc.api import Program
+from shardc.cli.common import json_text
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import training_data
 from shardc.cli.ranks.job import Job, joined, weights_of
@@ -62,7 +62,7 @@ def score(job: Job) -> dict[str, Any]:
                 return
             for row in scores.double().flatten(1) if scores.ndim > 1 else scores.double().unsqueeze(1):
                 line = {"row": next(numbers), "logprob": float(row.sum()), "scores": row.tolist()}
-                rows.write(json.dumps(line) + "\n")
+                rows.write(json_text(line) + "\n")
 
         try:
             scores = scorer.score_all(data.one_epoch(), local=data.local, each=write if job.rows else None)

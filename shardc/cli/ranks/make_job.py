@@ -162,8 +162,15 @@ class Ranks:
 
     def program(self, *, as_compiled: bool = True) -> Program:
         """Return the program for these ranks. as_compiled: as in `program_of`."""
+        from shardc.runtime.launch import LEFT_OVER
+
         world = int(os.environ["WORLD_SIZE"]) if self.joined else self.nproc
-        self._program = program = program_of(self.named, world=world, as_compiled=as_compiled)
+        try:
+            self._program = program = program_of(self.named, world=world, as_compiled=as_compiled)
+        except ShardcError as e:
+            if self.joined and "the world has" in e.what:
+                raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; or {LEFT_OVER}") from None
+            raise
         named = self.named.model_file
         self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
@@ -184,7 +191,7 @@ class Ranks:
         if not is_artifact(self.named.model):
             artifact = self.folder / "program"
             self._program.save(artifact)
-        elif os.environ.get("LOCAL_RANK", "0") == "0":
+        elif not self.joined or os.environ.get("LOCAL_RANK", "0") == "0":
             if not self.named.model_file and (file := model_file.path_of(self._ref)):
                 console.print(f"importing {file}, which {artifact} names; --model FILE imports another", markup=False)
             for subject, place in (writes or {}).items():

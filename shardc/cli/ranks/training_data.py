@@ -60,11 +60,9 @@ class Batches:
                 count += 1
                 yield batch
             if not count:
-                raise ShardcError(
-                    "data() returns no batch" if self.epoch == 0 else f"epoch {self.epoch + 1} of data() has no batch",
-                    where="data",
-                    fix="return a torch Dataset, or an iterable that can be read again",
-                )
+                none = "data() returns no batch" if not self.epoch else f"epoch {self.epoch + 1} of data() has no batch"
+                fix = "return a torch Dataset, or an iterable that can be read again"
+                raise ShardcError(none, where="data", fix=fix)
             self.epoch += 1
 
     def one_epoch(self) -> Iterator[Any]:
@@ -73,6 +71,8 @@ class Batches:
             seed_everything(self._seed, self.epoch, *self._part)
         if self._read and isinstance(self._source, Iterator):
             self._source = self._make()
+        elif isinstance(self._source, Loader) and self._source.name is None:  # held-out data: the same each time
+            self._source.restart()
         self._read = True
         return started(self._source)
 
@@ -151,13 +151,9 @@ def _check_kind(source: Any, by_parts: bool) -> None:
         return
     samplers = (source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None))
     if any(isinstance(s, DistributedSampler) for s in samplers):
-        raise ShardcError(
-            "the DataLoader has a DistributedSampler, which splits samples over ranks: shardc splits global batches "
-            "too, so they would be split twice",
-            where="data",
-            fix="remove sampler=, and write shuffle=True and the global batch's batch_size: each rank then reads only "
-            "its own samples",
-        )
+        fault = "the DataLoader has a DistributedSampler, which splits samples over ranks: shardc splits global batches"
+        fix = "remove sampler=, and write shuffle=True and the global batch's batch_size: each rank then reads only"
+        raise ShardcError(f"{fault} too, so they would be split twice", where="data", fix=f"{fix} its own samples")
 
 
 def note_same_data(train: Batches, valid: Batches) -> None:
@@ -189,9 +185,8 @@ def _samples(loader: Loader) -> str:
     """Describe the number of samples, and how many of them an epoch omits because they fill no batch."""
     size = loader.order.size or 0
     left = 0 if loader.order.rest else size % loader.batch_size
-    return f"{size} samples" + (
-        f", {left} of which an epoch leaves out (batches of {loader.batch_size})" if left else ""
-    )
+    left_out = f", {left} of which an epoch leaves out (batches of {loader.batch_size})" if left else ""
+    return f"{size} samples{left_out}"
 
 
 def _taken_over(loader: Any) -> dict[str, Any] | None:
@@ -219,12 +214,6 @@ def _taken_over(loader: Any) -> dict[str, Any] | None:
 
 #: Options of a DataLoader that say how samples are read, not which.
 _READING = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
+    *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers"),
 )

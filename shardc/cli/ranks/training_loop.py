@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from shardc.cli.ranks.step_metrics import Meter, timed_ops
 from shardc.cli.ranks.training_data import Batches
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
-from shardc.runtime.mesh.agreement import DisagreementError, differ
+from shardc.runtime.mesh.agreement import SAME_BATCH, DisagreementError, differ
 from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.mesh.watch import RankFailedError, print_line
 from shardc.runtime.stage.not_finite import NotFiniteError
@@ -34,7 +34,7 @@ from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
 SAY_AFTER = 10.0  # seconds between two reports on an evaluation
-ASK_EVERY = 16  # held-out batches between two agreements on whether to stop
+AT_ONCE = 0.5  # seconds in which signals are one: a service manager sends it to all processes, `launch` passes it on
 
 
 class Interrupted(Exception):
@@ -43,6 +43,10 @@ class Interrupted(Exception):
     def __init__(self, number: int, what: str) -> None:
         super().__init__(what)
         self.number = number
+
+
+class _Stopped(Exception):
+    """A signal ended an evaluation before its last batch, on all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Unread:
     lr: float | None
     seconds: float
     waited: float
+    updated: bool
 
 
 @dataclasses.dataclass
@@ -73,7 +78,11 @@ class Training:
     waited: float = 0.0  # seconds for the batch of this step
     wrote: bool = False  # whether a checkpoint was written into --save
     empty: bool = False  # there was no held-out batch, and that was reported
-    save_requested: bool = False  # SIGUSR1 requested a checkpoint after this step
+    stopped: bool = False  # a signal stops all ranks
+    save_requested: bool = False  # SIGUSR1 requested a checkpoint of this step
+    heeded: int = 0  # requests for a checkpoint that came to this rank, as far as all ranks know of them
+    skipped: int = 0  # updates that were left out, of the steps whose numbers were read
+    evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step with held-out values, and these
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps whose numbers were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
@@ -100,7 +109,8 @@ class Training:
         stream = iter(self.train)
         self.engine.mesh.waits.on = bool(self.settings.log)
         for _ in range(0 if self.train.resumes else self.engine.step_count):
-            next(stream)  # skip batches from before the checkpoint; a loader restores its position
+            if not self.signals.seen:
+                next(stream)  # skip batches from before the checkpoint; a loader restores its position
         while self.engine.step_count < self.settings.steps:
             batch = self._next(stream)
             start, lr = time.perf_counter(), self.engine.lr
@@ -108,7 +118,8 @@ class Training:
                 result = self._step(batch)
             loss, beside = result if self.engine.program.outputs else (result, {})
             seconds, norm = time.perf_counter() - start, self.engine.grad_norm
-            self.unread.append(Unread(self.engine.step_count, loss, beside, norm, lr, seconds, self.waited))
+            step, updated = self.engine.step_count, self.engine.updated
+            self.unread.append(Unread(step, loss, beside, norm, lr, seconds, self.waited, updated))
             evaluated = self._due(self.settings.eval_every)
             if evaluated or self._due(self.settings.log_every) or self.engine.step_count == self.settings.steps:
                 self._read(evaluated=evaluated)
@@ -197,6 +208,9 @@ class Training:
             self.writing = None
 
     def _save_in_background(self) -> None:
+        self.save_requested = False
+        if self.saved == self.engine.step_count:
+            return
         try:
             with self._save_on_failure(f"saving step {self.engine.step_count}"):
                 self.engine.finish_save()  # the previous one
@@ -213,6 +227,8 @@ class Training:
 
     def _next(self, stream: Iterator[Any]) -> Any:
         """Return the next batch. All ranks decide together to go on: the others would wait for one that stops."""
+        if self.stopped:
+            self._interrupt()
         batch, problem = None, None
         began = time.perf_counter()
         try:
@@ -221,23 +237,15 @@ class Training:
             problem = e
         let_workers_end()
         self.waited = time.perf_counter() - began
-        world, rank = self.engine.mesh.layout.world, self.engine.mesh.rank
-        states = [0] * world
-        states[rank] = int(problem is not None)
         with self._save_on_failure(f"synchronizing before step {self.engine.step_count + 1}"):
-            signals = [self.signals.seen, int(self.signals.save)]
-            *failed, signalled, save = self.engine.mesh.sum_on_host([*states, *signals])
-        self.save_requested, self.signals.save = bool(save), False
-        if signalled or any(failed):
-            self._read()  # before a rank ends, and the launcher ends all others
-        if signalled:
-            number = self.signals.seen or signal.SIGTERM
-            after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
-            raise Interrupted(number, f"{after}: {self._save_and_describe()}")
+            failed = self._agree(problem is not None)
+        if self.stopped:
+            self._interrupt()
         if any(failed):
+            self._read()  # before a rank ends, and the launcher ends all others
             saved = self._save_and_describe()
             if problem is not None:
-                place = self.engine.mesh.layout.named(rank)
+                place = self.engine.mesh.layout.named(self.engine.mesh.rank)
                 message = f"{place} failed in data(), after step {self.engine.step_count}: {saved}"
                 print(message, file=sys.stderr, flush=True)
                 raise problem
@@ -245,6 +253,22 @@ class Training:
             fault = f"{ranks} failed in data(), after step {self.engine.step_count}; {saved}"
             raise RankFailedError(fault, where="data", fix="see the error of that rank")
         return batch
+
+    def _agree(self, state: int) -> list[int]:
+        """Return the states of all ranks, and note the signals that came to any of them. Collective."""
+        states = [0] * self.engine.mesh.layout.world
+        states[self.engine.mesh.rank], asked = state, self.signals.saves if self.settings.save else 0
+        sums: list[int] = self.engine.mesh.sum_on_host([self.signals.seen, asked - self.heeded, *states])
+        stop, saves, *states = sums
+        self.heeded, self.stopped, self.save_requested = asked, bool(stop), self.save_requested or saves > 0
+        return states
+
+    def _interrupt(self) -> NoReturn:
+        """End the run, after a save, because a signal came to some rank."""
+        self._read()
+        number = self.signals.seen or signal.SIGTERM
+        after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
+        raise Interrupted(number, f"{after}: {self._save_and_describe()}")
 
     def _read(self, *, evaluated: bool = False) -> None:
         """Read the numbers of the steps since the last time, and write their lines.
@@ -270,8 +294,7 @@ class Training:
         if self.engine.scaler is not None:
             last |= {"loss_scale": self.engine.scaler.factor, "skipped": self.engine.scaler.skipped}
         if evaluated and (held_out := self.held_out()):
-            last["held_out"] = held_out.pop("loss")
-            last |= {"held_out_outputs": held_out} if held_out else {}
+            last |= in_log(held_out)
         self.lines.add(last, always="held_out" in last)
 
     def _line(self, step: Unread, loss: float, seconds: float, waited: dict[str, float]) -> dict[str, Any]:
@@ -290,58 +313,77 @@ class Training:
         }
         if self.engine.mesh.device.type == "cuda":
             line["reserved_mb"] = round(torch.cuda.max_memory_reserved(self.engine.mesh.device) / 2**20, 1)
+        if not step.updated:
+            self.skipped += 1
+            line |= {"updated": False, "skipped": self.skipped}
         # the scalars that the loss function returns beside the loss
         if beside := {name: x.item() for name, x in step.beside.items() if x.numel() == 1}:
             line["outputs"] = beside
         return line
 
     def held_out(self) -> dict[str, float]:
-        """Return {"loss": ..., name: ...} over all held-out batches (Engine.evaluate_all); {} without any."""
+        """Return {"loss": ..., name: ...} over all held-out batches (Engine.evaluate_all); {} without any.
+
+        Also {} if a signal stops it: the mean of some of the batches is not that of all.
+        """
         if self.valid is None:
             if self.settings.eval_every and not self.empty and self.engine.mesh.rank == 0:
                 print_line("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
             self.empty = True
             return {}
-        with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
-            values: dict[str, float] = {}
-            with suppress(NoBatchesError):  # reported below
-                values = self.engine.evaluate_all(self._held_out_batches(self.valid), local=self.valid.local)
-        if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
+        step, values = self.engine.step_count, dict[str, float]()
+        if self.evaluated[0] == step:
+            return dict(self.evaluated[1])
+        with self._save_on_failure(f"the evaluation after step {step}"), suppress(NoBatchesError, _Stopped):
+            values = self.engine.evaluate_all(self._held_out_batches(self.valid), local=self.valid.local)
+            self.evaluated = step, dict(values)
+        if not values and not self.stopped and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
             print_line("note: data('valid') has no batch: there is no held-out loss (return None if none is intended)")
         return values
 
     def _held_out_batches(self, valid: Batches) -> Iterator[Any]:
-        """Yield held-out batches until they end, or all ranks agree that a signal stopped one of them.
+        """Yield held-out batches until they end. Heed signals between two batches: raise _Stopped, or save.
 
-        A long evaluation reports its progress: data without end would be read forever. If each rank reads its own part,
-        all ranks check first that all have a batch: one that ends alone would leave the others in the collectives of a
-        batch that it does not have.
+        A long evaluation reports its progress: data without end would be read forever. All ranks check first that all
+        have a batch: one that ends alone would leave the others in the collectives of a batch that it does not have.
         """
         mesh, batches, end = self.engine.mesh, islice(valid.one_epoch(), self.settings.eval_batches or None), object()
         began = last_report = time.perf_counter()
         for number in count():
-            batch = next(batches, end)
-            if valid.local and not valid.resumes:
-                having = [0] * mesh.layout.world
-                having[mesh.rank] = int(batch is not end)
-                having = mesh.sum_on_host(having)
-                if any(having) and not all(having):
-                    ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
-                    fault = f"the held-out data of {ended} ended after {number} batches, but others have more"
-                    fix = "make data(split, part, parts) return the same number of batches for every part"
-                    raise DisagreementError(fault, where="data", fix=fix)
+            batch, problem = end, None
+            try:
+                batch = next(batches, end)
+            except (Exception, SystemExit) as e:  # of the user's data(); or a signal has ended the workers that read
+                problem = e
+            let_workers_end()
+            having = self._agree(2 if problem is not None else batch is not end)
+            if self.stopped and any(having):
+                raise _Stopped
+            if problem is not None:
+                raise problem
+            if any(having) and not all(having):
+                ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
+                fault = f"the held-out data of {ended} ended after {number} batches, but others have more"
+                fix = "make data(split, part, parts) return the same number of batches for every part"
+                raise DisagreementError(fault, where="data", fix=fix if valid.local else SAME_BATCH)
             if batch is end:
                 return
-            if number and number % ASK_EVERY == 0 and any(mesh.sum_on_host([self.signals.seen])):
-                return
+            if self.save_requested:
+                self._save_in_background()
             if (now := time.perf_counter()) - last_report > SAY_AFTER:
                 last_report = now
-                self.lines.say(
-                    f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
-                    " reads the first N)"
-                )
+                read = f"held-out data: {number} batches in {now - began:.0f} s"
+                self.lines.say(f"{read}, and it has not ended (--eval-batches N reads the first N)")
             yield batch
+
+    def last_held_out(self) -> dict[str, float]:
+        """Return the held-out values after the last step, and log them with it. Raises Interrupted after a signal."""
+        values = self.held_out()
+        if self.stopped and not values:
+            self._interrupt()
+        self.lines.add_held_out(self.engine.step_count, in_log(values))
+        return values
 
     def save(self) -> None:
         """Save now, unless this step is saved already, and wait until all data is on disk."""
@@ -377,6 +419,12 @@ class Training:
         return f"saved to {self.settings.save}; continue with --resume {self.settings.save}"
 
 
+def in_log(held_out: dict[str, float]) -> dict[str, Any]:
+    """Return held-out values as a line of the log has them."""
+    loss, others = {"held_out": held_out.get("loss")}, {n: x for n, x in held_out.items() if n != "loss"}
+    return (loss | ({"held_out_outputs": others} if others else {})) if held_out else {}
+
+
 @contextmanager
 def traced(file: Path, device: torch.device) -> Iterator[None]:
     """Record a trace for chrome://tracing and Perfetto."""
@@ -393,21 +441,22 @@ class Signals:
     """Records signals, which the ranks handle together between two steps.
 
     SIGINT, SIGTERM and SIGHUP (closed terminal) stop the run after a save. seen: the number. SIGUSR1 requests a
-    checkpoint without a stop (Slurm sends it before it ends a job). save: it came.
+    checkpoint without a stop (Slurm sends it before it ends a job). saves: how often it came.
     """
 
     def __init__(self) -> None:
-        self.seen, self.save = 0, False
+        self.seen, self.saves, self._since = 0, 0, 0.0
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if not ignored_hangup(number):
                     signal.signal(number, self._note)
-            signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "save", True))
+            signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "saves", self.saves + 1))
 
     def _note(self, number: int, _: object) -> None:
-        if self.seen:  # the second signal does not wait for a save
+        if self.seen and time.monotonic() - self._since > AT_ONCE:  # the second signal does not wait for a save
             os._exit(128 + number)
-        self.seen = number
+        if not self.seen:
+            self.seen, self._since = number, time.monotonic()
 
 
 def peak_memory(device: torch.device) -> float:

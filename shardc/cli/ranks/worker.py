@@ -6,6 +6,7 @@ Started by shardc.runtime.launch, torchrun or Slurm as `python -m shardc.cli.ran
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardc.api import load
-from shardc.cli.common import once
+from shardc.cli.common import json_text, once, saved_in
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, save_lock, training_data
 from shardc.cli.ranks.job import Job, joined, weights_of
@@ -90,31 +91,26 @@ def run(job: Job) -> dict[str, Any]:
     first = engine.mesh.rank == 0
     out = sys.stdout if first and not job.quiet else None
     log = Path(settings.log) if first and settings.log else None
-    lines = StepLines(settings.steps, out, log, append=not job.overwrite, tensorboard=settings.tensorboard)
-    begin_from = (
-        [
-            f"weights: those of {job.resume}",
-            *["learning rates: the model file's, at its step"] * job.load["new_schedule"],
-            *["data: from its beginning"] * job.load["new_data"],
-        ]
-        if job.resume
-        else engine.weight_notes or [file.note] * bool(file.note)
-    )
+    append, begun = not job.overwrite, engine.step_count
+    lines = StepLines(settings.steps, out, log, append=append, tensorboard=settings.tensorboard, begun=begun)
+    begin_from = engine.weight_notes or [file.note] * bool(file.note)
+    if job.resume:
+        begin_from = [f"weights: those of {job.resume}"]
+        begin_from += ["learning rates: the model file's, at its step"] * job.load["new_schedule"]
+        begin_from += ["data: from its beginning"] * job.load["new_data"]
     held_out_data = valid.description if valid is not None else ""
     lines.say(header(program, engine, train.description, held_out_data, settings.steps, begin_from))
     training = Training(settings, engine, train, valid, lines, signals)
     collect_as_usual()
-    begun, begin = engine.step_count, time.perf_counter()
-    try:
+    begin = time.perf_counter()
+    with contextlib.closing(lines):
         losses = training.run()
-    finally:
-        lines.close()
-    seconds = time.perf_counter() - begin
-    if settings.save:
-        training.save()
-        engine.export(settings.save, overwrite=True)  # `shardc run` has checked that they replace nobody's weights
+        seconds = time.perf_counter() - begin
+        if settings.save:
+            training.save()
+            engine.export(settings.save, overwrite=True)  # `shardc run` has checked that they replace nobody's weights
+        held_out = training.last_held_out()
     steps = engine.step_count - begun
-    held_out = training.held_out()
     summary = {
         "model": program.meta.get("model"),
         "mesh": dict(program.mesh.axes),
@@ -122,6 +118,7 @@ def run(job: Job) -> dict[str, Any]:
         "step": engine.step_count,
         "seconds": round(seconds, 3),
         "losses": losses,
+        "skipped": training.skipped,
         "held_out": held_out.pop("loss", None),
         "held_out_outputs": held_out,
         **training.meter.speed(steps / seconds),
@@ -129,7 +126,7 @@ def run(job: Job) -> dict[str, Any]:
         "saved": settings.save or None,
     }
     if log is not None:
-        (log / "summary.json").write_text(json.dumps(summary, indent=1))
+        (log / "summary.json").write_text(json_text(summary, indent=1))
     return summary
 
 

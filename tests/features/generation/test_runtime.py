@@ -429,10 +429,7 @@ def encoded(name: str) -> tuple[Any, Any, Any, list[list[int]]]:
     return model.train(), batch, prompts, wanted
 
 
-T5_WEIGHTS = {
-    **dict.fromkeys(("*.q", "*.k", "*.v", "*.wi"), "column"),
-    **dict.fromkeys(("*.o", "*.wo"), "row"),
-}
+T5_WEIGHTS = {**dict.fromkeys(("*.q", "*.k", "*.v", "*.wi"), "column"), **dict.fromkeys(("*.o", "*.wo"), "row")}
 ENCODED: dict[str, list[dict[str, Any]]] = {
     "t5": [{"mesh": {"tp": 2}, "shard": T5_WEIGHTS}, {"mesh": {"dp": 2, "pp": 2}, "pipeline": STAGES}],
     "bart": [{"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}, "data": {"zero": 3}}],

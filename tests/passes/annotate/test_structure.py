@@ -262,11 +262,7 @@ CASES: dict[str, tuple[Callable[[], Built], list[str], Counter[str]]] = {
         Counter(all_reduce=2),
     ),
     # by experts: two sums of 1 KB for the router's softmax, where columns would sum its result's gradient, of 8 KB
-    "moe": (
-        zoo.ALL["moe"],
-        ['"{up,down}": {0: tp}', "embed: vocab", '"{router,head}": column'],
-        Counter(all_reduce=4),
-    ),
+    "moe": (zoo.ALL["moe"], ['"{up,down}": {0: tp}', "embed: vocab", '"{router,head}": column'], Counter(all_reduce=4)),
 }
 
 

@@ -116,11 +116,9 @@ def test_every_node_is_typed_and_has_a_source(name: str) -> None:
         for v, r in zip(
             *((x if isinstance(x, (tuple, list)) else (x,)) for x in (node.meta["value"], result)), strict=True
         ):
-            assert (v.shape, v.dtype, v.requires_grad) == (
-                tuple(r.shape),
-                r.dtype,
-                r.requires_grad,
-            ), f"{node.format_node()}: {v}"
+            assert (v.shape, v.dtype, v.requires_grad) == (tuple(r.shape), r.dtype, r.requires_grad), (
+                f"{node.format_node()}: {v}"
+            )
         if node.target not in (ops.nll, ops.dropout, ops.attention, ops.batch_stat, operator.getitem):
             assert isinstance(node.target, OpOverload)
             assert not node.target._schema.is_mutable

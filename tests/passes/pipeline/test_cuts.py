@@ -177,11 +177,7 @@ def _shared(program: Program, names: tuple[str, ...]) -> list[str]:
         ("cut: [h2]", 2, [("5:9", "no op of the model runs in a module 'h2'", "did you mean 'h.2'?")]),
         ("cut: [wte]", 2, [("5:9", "'wte' runs first: the stage before it would be empty", "a later module")]),
         ("cut: [h.2, h.1, h.3]", 4, [("5:14", "'h.1' begins before 'h.2' does", "in the order in which they run")]),
-        (
-            "cut: [h.1, h.2, h.2]",
-            4,
-            [("5:19", "'h.2' is listed twice: the stage between would be empty", "remove it")],
-        ),
+        ("cut: [h.1, h.2, h.2]", 4, [("5:19", "'h.2' is listed twice: the stage between would be empty", "remove it")]),
         (
             "cut: [h.1, h.2, h.2.ln_1]",
             4,

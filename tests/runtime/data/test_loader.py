@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import default_collate as collated
 
 import shardc
 from shardc.api import Program
@@ -644,8 +645,7 @@ def test_another_dataset_than_the_checkpoints() -> None:
     program = compiled({})
     state = Loader(program, Rank(0), Numbers(16)).state_dict()
     with pytest.raises(
-        ShardcError,
-        match=r"is in the middle of 16 samples, but this one is 24 samples\n  fix: continue with the same",
+        ShardcError, match=r"is in the middle of 16 samples, but this one is 24 samples\n  fix: continue with the same"
     ):
         Loader(program, Rank(0), Numbers(24)).load_state_dict(state)
     with pytest.raises(ShardcError, match=r"is in the middle of 16 samples, but this one is an iterable dataset"):
@@ -665,8 +665,7 @@ def test_two_loaders_of_one_name() -> None:
 def test_inputs_that_no_part_can_be_read_of() -> None:
     pair = Mesh((("dp", 2),))
     with pytest.raises(
-        ShardcError,
-        match=r"x: its size \[5\] does not divide over the ranks: the last parts would be padded",
+        ShardcError, match=r"x: its size \[5\] does not divide over the ranks: the last parts would be padded"
     ):
         Loader(laid(pair, x=((5,), {"dp": Shard(0, padding=1)})), Rank(0), range(8))
     with pytest.raises(ShardcError, match=r"y: its batch dim is not split into the same whole samples"):
@@ -687,11 +686,13 @@ def test_a_sample_that_is_none_is_named() -> None:
     (loader,) = loaders(program, Holes(B * 2), shuffle=False)
     with pytest.raises(ShardcError, match=r"sample 5 is None \(2 of the 8 of a batch are\)"):
         list(loader)
+    filtering = loaders(
+        compiled({"dp": 8}), Holes(B), shuffle=False, collate_fn=lambda s: collated([x for x in s if x])
+    )
+    with pytest.raises(ShardcError, match=r"sample 5 is None: none is left of (?s:.*)another sample in its place"):
+        list(filtering[5])
     (whole_again,) = loaders(
-        program,
-        Holes(B * 2),
-        shuffle=False,
-        collate_fn=lambda samples: torch.utils.data.default_collate([x or samples[0] for x in samples]),
+        program, Holes(B * 2), shuffle=False, collate_fn=lambda samples: collated([x or samples[0] for x in samples])
     )
     assert list(whole_again)
 

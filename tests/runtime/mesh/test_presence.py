@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -141,3 +142,13 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     watch._thread.join(30)
     assert ended == [GAVE_UP]
     assert said == ["rank 1 was killed, or ended without an error, in compiling; this rank has ended"]
+
+
+def test_a_process_that_nobody_started_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables are those of a job that is over: rank 0, or torchrun's agent, does not come."""
+    said: list[str] = []
+    monkeypatch.setattr(presence, "print_line", said.append)
+    for more, who in (({}, "rank 0"), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, "torchrun's agent")):
+        with mock.patch.dict(os.environ, {**world(3, launch.free_port(), 8), **more}), pytest.raises(dist.DistError):
+            presence.world_store(timedelta(seconds=3), 0.1)
+        assert re.match(f"{who} has not arrived(?s:.*)`unset RANK WORLD_SIZE", said.pop())

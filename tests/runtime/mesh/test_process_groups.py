@@ -32,14 +32,7 @@ def groups_of_16384(_: int) -> None:
     made, new_group = [], dist.new_group
     dist.new_group = lambda ranks, **how: made.append((how["group_desc"], len(ranks))) or new_group(ranks, **how)
     TorchMesh(layout, [("dp", "tp"), ("tp",)], lines=("pp",))
-    assert sorted(made) == [
-        ("dp", 128),
-        ("dp+tp", 1024),
-        ("pp", 16),
-        ("pp down", 16),
-        ("pp up", 16),
-        ("tp", 8),
-    ]
+    assert sorted(made) == [("dp", 128), ("dp+tp", 1024), ("pp", 16), ("pp down", 16), ("pp up", 16), ("tp", 8)]
 
 
 def test_a_mesh_of_16384_ranks_makes_one_group_a_set_of_axes() -> None:
@@ -144,13 +137,7 @@ def test_each_process_takes_its_own_device(
         (4, 8, "", None, "this machine runs 8 ranks, but has 4 GPUs\n  fix: start 4 processes here"),
         (4, 4, "", "cuda:7", "there is no GPU 7: this process sees 4\n  fix: name a GPU"),
         (0, 1, "", "cuda", "there is no GPU 0: this process sees none"),
-        (
-            4,
-            4,
-            "cuda:nccl",
-            "cpu",
-            "no backend for cpu tensors: it has {'cuda': 'nccl'}\n  fix: call",
-        ),
+        (4, 4, "cuda:nccl", "cpu", "no backend for cpu tensors: it has {'cuda': 'nccl'}\n  fix: call"),
     ],
 )
 def test_a_device_that_cannot_be_had_is_refused(

@@ -102,10 +102,7 @@ def test_heads_whose_elements_are_not_side_by_side(which: str, band: Band) -> No
 
     def run(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         out, lse = attention_blocks.forward(Rule(0.5), x["q"], x["k"], x["v"], band)
-        return [
-            out,
-            *attention_blocks.backward(Rule(0.5), x["g"], x["q"], x["k"], x["v"], out, lse, band),
-        ]
+        return [out, *attention_blocks.backward(Rule(0.5), x["g"], x["q"], x["k"], x["v"], out, lse, band)]
 
     turned = given[which].transpose(-1, -2).contiguous().transpose(-1, -2)
     for found, want in zip(run({**given, which: turned}), run(given), strict=True):

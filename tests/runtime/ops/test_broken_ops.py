@@ -262,11 +262,7 @@ def test_a_broken_transpose_is_noticed(name: str, how: str, monkeypatch: pytest.
 
 
 #: Moves that take the same arguments: a digit that is joined, one that is cut, or none.
-ALIKE: tuple[set[Move], ...] = (
-    {"all_gather", "pad"},
-    {"reduce_scatter", "slice"},
-    {"all_reduce", "first", "identity"},
-)
+ALIKE: tuple[set[Move], ...] = ({"all_gather", "pad"}, {"reduce_scatter", "slice"}, {"all_reduce", "first", "identity"})
 OTHER_MOVES = [
     (name, direction, move)
     for name, row in BY_OP.items()
@@ -291,12 +287,7 @@ def test_a_conversion_with_another_move_is_noticed(
 #: Pieces that several ops share: (where, name, what stands for it, an op whose check notices).
 PIECES: dict[str, tuple[Any, str, Any, str]] = {
     "padding that is not put on": (convert, "widen", lambda x, _: x, "shard"),
-    "padding of copies": (
-        convert,
-        "widen",
-        lambda x, s: shard_chunks.widen(x, s, copies=True),
-        "shard",
-    ),
+    "padding of copies": (convert, "widen", lambda x, s: shard_chunks.widen(x, s, copies=True), "shard"),
     "padding that is not taken off": (convert, "trim", lambda x, _: x, "all_gather"),
     "parts in the memory's order": (shard_parts, "stack", lambda x, s, n: x.reshape(n, -1), "reduce_scatter"),
     "a mask of padding that is turned": (local_math, "_real", lambda *a: None, "fill_padding"),

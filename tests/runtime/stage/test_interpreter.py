@@ -96,12 +96,7 @@ def test_groups_and_schedulers_of_parameters_that_a_rank_does_not_have() -> None
         return torch.optim.AdamW(shardc.groups(ps, {"h.1.*": {"lr": 1e-2}, "*bias": {"weight_decay": 0.0}}), lr=1e-3)
 
     def train(mesh: Any, p: Program) -> tuple[dict[str, Tensor], float]:
-        engine = p.engine(
-            model,
-            optimizer,
-            mesh=mesh,
-            scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
-        )
+        engine = p.engine(model, optimizer, mesh=mesh, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5))
         for _ in range(STEPS):
             engine.step(batch)
         return engine.full_state_dict(), engine.lr or 0.0

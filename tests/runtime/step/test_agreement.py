@@ -141,6 +141,37 @@ def test_a_loss_that_is_not_finite_is_skipped() -> None:
     assert len({*loopback(PROGRAM.mesh, work), *loopback(PROGRAM.mesh, lambda m: plain(m))}) == 1
 
 
+class Classes(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.down(self.up(x)), labels)
+
+
+def test_labels_that_are_all_ignored_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their mean is 0 / 0, whatever the model computes: neither the learning rate nor clipping is at fault."""
+    model = Classes()
+    some, none = ({**BATCH, "labels": torch.full((8,), n)} for n in (1, -100))
+    for more in ({"mesh": {"dp": 2}}, {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["down"]}}):
+        program = shardc.compile(model, some, {"shardc": 1, "batch": {"microbatches": 2}, **more}, prove=False)
+
+        def work(mesh: LoopbackMesh, program: Any = program) -> Engine:
+            engine = Engine(program, model, adam(), mesh=mesh, nonfinite="stop")
+            with pytest.raises(
+                NotFiniteError, match=r"all labels of the batch are ignored(?s:.*)leave such batches out"
+            ):
+                engine.step(none)
+            assert engine.evaluate_all([none, some])["loss"] == float(engine.evaluate(some))
+            assert engine.evaluate_all([none])["loss"] != engine.evaluate_all([none])["loss"]
+            engine.step(some)
+            assert engine.updated
+            engine.set(nonfinite="skip")
+            engine.step(none)
+            assert not engine.updated
+            return engine
+
+        loopback(program.mesh, work)
+        assert "the loss of these batches is nan: it is a mean over nothing" in capsys.readouterr().err
+
+
 class Lengths(nn.Module):
     """The gradient of a row's length is 0 / 0 where the row is 0; the length is not."""
 

@@ -55,27 +55,13 @@ def test_several_steps_equal_one_device(dp: int, tp: int) -> None:
 
 def test_dropout_does_not_know_the_mesh() -> None:
     sims = [
-        simulate(
-            example.program(dp, tp, dropout=0.3),
-            example.Model(),
-            example.batch(),
-            steps=3,
-            optimizer=sgd,
-            seed=5,
-        )
+        simulate(example.program(dp, tp, dropout=0.3), example.Model(), example.batch(), steps=3, optimizer=sgd, seed=5)
         for dp, tp in MESHES
     ]
     for sim in sims[1:]:
         torch.testing.assert_close(sim.loss, sims[0].loss, rtol=1e-12, atol=0)
         close(sim.grads, sims[0].grads)
-    other = simulate(
-        example.program(dropout=0.3),
-        example.Model(),
-        example.batch(),
-        steps=3,
-        optimizer=sgd,
-        seed=6,
-    )
+    other = simulate(example.program(dropout=0.3), example.Model(), example.batch(), steps=3, optimizer=sgd, seed=6)
     assert float((other.loss - sims[0].loss).abs()) > 1e-6
 
 

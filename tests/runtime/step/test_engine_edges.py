@@ -222,8 +222,7 @@ def test_groups_that_stages_have_alone_are_saved_as_they_are(tmp_path: Path) -> 
         for n, x in on_ranks(program, model, resumed, optimizer=by_layer)[0].items():
             torch.testing.assert_close(x, want[n], rtol=1e-6, atol=1e-7)
     with pytest.raises(
-        ShardcError,
-        match=r"group 0 had different settings when they were saved: lr was 0\.1 for layers\.0\.weight and",
+        ShardcError, match=r"group 0 had different settings when they were saved: lr was 0\.1 for layers\.0\.weight and"
     ):
         on_ranks(programs[1], model, resumed, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
     model.layers[0].requires_grad_(False)
@@ -310,9 +309,7 @@ def test_gradients_that_are_replaced_are_told_once(capfd: pytest.CaptureFixture[
         assert capfd.readouterr().err.count("gradients are replaced, not added up") == times
 
 
-def test_a_backward_that_failed_leaves_nothing_to_replace(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_backward_that_failed_leaves_nothing_to_replace(capfd: pytest.CaptureFixture[str]) -> None:
     program = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
 
     def work(engine: Engine) -> None:
@@ -357,12 +354,7 @@ def test_an_optimizer_may_have_a_rate_of_its_own(tmp_path: Path) -> None:
 def test_a_parameter_of_another_stage_is_named_so() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     batch = {"input": torch.randn(4, 4)}
-    spec = {
-        "shardc": 1,
-        "mesh": {"pp": 2},
-        "pipeline": {"axis": "pp", "cut": ["1"]},
-        "batch": {"microbatches": 2},
-    }
+    spec = {"shardc": 1, "mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["1"]}, "batch": {"microbatches": 2}}
     program = shardc.compile(model, batch, spec, loss=lambda y, _: y.square().mean(), prove=False)
 
     def work(mesh: LoopbackMesh) -> str:

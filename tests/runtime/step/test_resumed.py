@@ -108,10 +108,7 @@ def test_another_clip_norm_than_the_checkpoints_is_a_note(tmp_path: Path, capfd:
     model, batch = nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4)
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, loss=lambda o, _: o.square().mean())
     loopback(program.mesh, lambda mesh: program.engine(model, clip_norm=1.0, mesh=mesh).save(tmp_path))
-    for now, note in (
-        (1.0, ""),
-        (0.5, "note: clip_norm: today's 0.5 is used; the checkpoint was trained with 1.0\n"),
-    ):
+    for now, note in ((1.0, ""), (0.5, "note: clip_norm: today's 0.5 is used; the checkpoint was trained with 1.0\n")):
         capfd.readouterr()
         loopback(program.mesh, lambda mesh, now=now: program.engine(model, clip_norm=now, mesh=mesh).load(tmp_path))
         assert capfd.readouterr().err == note
