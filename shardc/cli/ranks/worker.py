@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardc.api import load
-from shardc.cli.common import json_text, once, saved_in
+from shardc.cli.common import json_text, once
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, save_lock, training_data
 from shardc.cli.ranks.job import Job, joined, weights_of
