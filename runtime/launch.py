@@ -26,20 +26,15 @@ from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.runtime.time_limits import GRACE, KILLED, STOPPED
 
 #: The address at which the ranks of one machine meet.
 LOOPBACK = "127.0.0.1"
 #: The variable with the folder in which ranks that `launch` started leave their records.
 _FOLDER = "SHARDC_REPORTS"
-#: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
-STOPPED = 6.0
 POLL = 0.05  # seconds between looks at the ranks
-# seconds for ranks to fail because another one did; then, for ranks to end after SIGTERM
-GRACE = 1.0
 #: The longest name of a temporary folder: a socket's name has at most 107 bytes, and 38 of them come after it.
 LONGEST = 69
-#: Default seconds after which a rank that the others wait for is named.
-NAMED = 8.0
 #: Exit status of a rank that ended because another one failed, or does not answer.
 GAVE_UP = 75
 #: The file in a run's folder with the errors of the rank that failed first, for --json.
@@ -268,7 +263,7 @@ def launch(
         finally:
             live.show(rest=True)  # not what ranks write because they are ended
             _signal(ranks, signal.SIGTERM, GRACE)
-            _signal(ranks, signal.SIGKILL, 5.0)
+            _signal(ranks, signal.SIGKILL, KILLED)
             for s, handler in before.items():
                 signal.signal(s, handler)
 

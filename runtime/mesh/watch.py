@@ -45,12 +45,8 @@ from shardc.runtime.launch import GAVE_UP, LEFT_OVER
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.local_processes import KILLED, Processes
+from shardc.runtime.time_limits import CAUSE, COMMON_ERROR, ENDED
 
-#: How soon a rank is named is shardc.runtime.launch.NAMED; launch also names the rank that failed first.
-#: Seconds for all ranks to report an error that all have; seconds for a disconnected rank to find the cause.
-OWN, CAUSE = 3.0, 10.0
-#: After this many times the seconds until it is named, the others end if a rank does not answer.
-ENDED = 8
 _OVER = "shardc/watch/over"  # key of the store: why all ranks end
 _SHOWN = 8  # ranks that a message lists
 _ANY = Mesh(())  # names ranks without coordinates
@@ -161,7 +157,7 @@ class Watch:
         everybody, every = [self._key(r) for r in range(self.world)], False
         with contextlib.suppress(RuntimeError):  # the store went with its process: this rank's own error counts
             self.store.set(self._key(self.rank), f"failed in {doing}: {type(error).__name__}: {first}")
-            every = within(OWN, lambda: self.store.check(everybody))
+            every = within(COMMON_ERROR, lambda: self.store.check(everybody))
         self.failures += 1
         return every
 

@@ -22,6 +22,7 @@ from shardc.cli.common import Show, console, example_sizes, is_artifact, model_o
 from shardc.cli.options import Named
 from shardc.cli.ranks import lasting_output
 from shardc.errors import Errors, ShardcError
+from shardc.runtime import time_limits
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 _NAME, _LOCK = "shardc-run-", ".lock"
 POLL = 0.1  # seconds between looks into the store
-SAVING = 120.0  # seconds that ranks have for a save when a signal stops the run
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def ranks(named: Named, nproc: int | None, weights: Path | None, watch: float | 
         launch.join_slurm()
         joined = launch.in_world()
         if joined:
-            presence.begin(launch.NAMED if watch is None else watch)
+            presence.begin(time_limits.NAMED if watch is None else watch)
         if joined and (key := _shared()) and os.environ["LOCAL_RANK"] != "0":
             from shardc.cli.ranks import worker
 
@@ -232,7 +232,7 @@ class Ranks:
                 self._program.mesh,
                 folder=self.folder,
                 stdout=sys.stderr.fileno() if self.named.as_json else None,
-                patience=SAVING,
+                patience=time_limits.SAVING,
             )
             if (errors := self.folder / launch.ERRORS).exists():
                 self.show(document={"errors": json.loads(errors.read_text())})

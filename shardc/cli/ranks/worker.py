@@ -43,8 +43,7 @@ from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_m
 from shardc.runtime.stage.profiler_ranges import with_ranges
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw
-
-FIRST_WORD = 3.0  # seconds in which a rank that failed prints its error before the others do
+from shardc.runtime.time_limits import FIRST_WORD
 
 
 def run(job: Job) -> dict[str, Any]:
