@@ -43,4 +43,5 @@ class Drawing:
 
     def picture(self, drawn: str, title: str) -> str:
         """An SVG file of what an expression draws. Its colours are those of the page, for both themes."""
-        return str(self.run(f"standalone({drawn}, {json.dumps(title)}, {json.dumps(read('picture.css'))})"))
+        style = json.dumps(read("colours.css") + read("picture.css"))
+        return str(self.run(f"standalone({drawn}, {json.dumps(title)}, {style})"))

@@ -64,15 +64,7 @@ MODULE = (
     "full_state_dict",
     "weights_to",
 )
-FORWARD = (
-    "load",
-    "loader",
-    "score",
-    "score_all",
-    "generate",
-    "evaluate_all",
-    "weights_to",
-)
+FORWARD = ("loader",)
 PLAN = (
     "best",
     "spec",

@@ -86,12 +86,7 @@ class GradientBuckets(Pass):
         return program
 
     def _buckets(
-        self,
-        params: list[Param],
-        reduce: Mapping[str, tuple[str, ...]],
-        uses: _Uses,
-        axes: tuple[str, ...],
-        mesh: Mesh,
+        self, params: list[Param], reduce: Mapping[str, tuple[str, ...]], uses: _Uses, axes: tuple[str, ...], mesh: Mesh
     ) -> list[Bucket]:
         """Fill buckets with parameters in the order in which gradients finish. reduce: the axes of each sum."""
         section, summed_in = self.spec.data, dtype_of(self.spec.precision.reduce)

@@ -35,8 +35,8 @@ from shardc.runtime import ops
 from shardc.runtime.ops.factors import multiplies
 
 aten = torch.ops.aten
-#: For a score without `loss.chunks`: at least FEWEST chunks, and at most LOGITS logits in each.
-FEWEST, LOGITS = 8, 2**24
+#: For a score without `loss.chunks`: at least so many chunks, and at most so many logits in each.
+SCORE_CHUNKS, SCORE_LOGITS = 8, 2**24
 _VIEWS = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 _SAME = {aten.clone.default, aten.contiguous.default, aten.alias.default}
 
@@ -72,7 +72,7 @@ class LossChunks(Pass):
 
 def _chunks(logits: Value, mesh: Mesh) -> int:
     """Return the number of chunks of a score, so that a rank holds few logits at a time."""
-    return max(FEWEST, -(-math.prod(logits.local_shape(mesh)) // LOGITS))
+    return max(SCORE_CHUNKS, -(-math.prod(logits.local_shape(mesh)) // SCORE_LOGITS))
 
 
 class _Chain:

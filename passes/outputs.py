@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.metadata import Value
-from shardc.ir.outputs import SMALL, Output
+from shardc.ir.outputs import Output, is_small
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
 from shardc.spec import Spec
 
@@ -25,7 +24,7 @@ def layout_of(
 
     The spec's choice comes first. Else rows and small partial sums stay as they are, and the rest is made whole.
     """
-    small = math.prod(value.shape) <= SMALL and not any(isinstance(p, Shard) for p in placements.values())
+    small = is_small(value.shape) and not any(isinstance(p, Shard) for p in placements.values())
     wanted = output.wanted
 
     def kept(axis: str, p: Placement) -> bool:

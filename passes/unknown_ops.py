@@ -14,7 +14,7 @@ from shardc.rules.core import registry
 
 #: What to write instead of an op, by a part of the op's name.
 ALTERNATIVES = {
-    "grouped_mm": ("write the layer with one op: shardc.nn.experts(x, index, weights, up, down) in your own model"),
+    "grouped_mm": ("write the layer with one op: shardc.nn.experts(x, index, weights, up, down) in your own model")
 }
 
 

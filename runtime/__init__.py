@@ -11,6 +11,7 @@ zero/        buckets of parameters: what ZeRO shards, how gradients are summed
 offload/     tensors that are kept outside of the device
 state/       weights in, checkpoints in and out
 data/        a loader that reads this rank's part of each global batch
-rng          random numbers that are the same on every mesh; random_draws: torch's random ops with them
+rng          random numbers that are the same on every mesh; distributions: torch's random ops with them
+time_limits  how long ranks and processes wait for one another
 launch       one process for every rank on this machine; whose error is shown if ranks fail
 """

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import math
+import multiprocessing.util
 import os
 import re
 import signal
@@ -25,18 +26,15 @@ from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.runtime.time_limits import GRACE, KILLED, STOPPED
 
 #: The address at which the ranks of one machine meet.
 LOOPBACK = "127.0.0.1"
 #: The variable with the folder in which ranks that `launch` started leave their records.
 _FOLDER = "SHARDC_REPORTS"
-#: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
-STOPPED = 6.0
 POLL = 0.05  # seconds between looks at the ranks
-# seconds for ranks to fail because another one did; then, for ranks to end after SIGTERM
-GRACE = 1.0
-#: Default seconds after which a rank that the others wait for is named.
-NAMED = 8.0
+#: The longest name of a temporary folder: a socket's name has at most 107 bytes, and 38 of them come after it.
+LONGEST = 69
 #: Exit status of a rank that ended because another one failed, or does not answer.
 GAVE_UP = 75
 #: The file in a run's folder with the errors of the rank that failed first, for --json.
@@ -102,6 +100,31 @@ def join_slurm() -> None:
         "LOCAL_RANK": env["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(max(int(n) for n in re.findall(r"(?:^|,)(\d+)", tasks))),
     }
+
+
+def temporary_folder() -> str:
+    """Return the folder for temporary files, or a usual one if its name (TMPDIR) is too long for a socket in it."""
+    named = tempfile.gettempdir()
+    if len(os.fsencode(named)) <= LONGEST:
+        return named
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    fault = f"the folder's name has {len(os.fsencode(named))} bytes: sockets in it would have too long names"
+    raise ShardcError(fault, where="TMPDIR", fix=f"set TMPDIR to a folder with a name of at most {LONGEST} bytes")
+
+
+def short_sockets() -> None:
+    """Make multiprocessing choose a folder for its sockets in which they fit; else it waits for ever.
+
+    DataLoader's workers send tensors over sockets; managers, forkserver and pools have some, too.
+    """
+    if (folder := temporary_folder()) != (named := tempfile.gettempdir()):
+        tempfile.tempdir = folder
+        try:
+            multiprocessing.util.get_temp_dir()  # its first call chooses
+        finally:
+            tempfile.tempdir = named
 
 
 def free_port() -> int:
@@ -240,7 +263,7 @@ def launch(
         finally:
             live.show(rest=True)  # not what ranks write because they are ended
             _signal(ranks, signal.SIGTERM, GRACE)
-            _signal(ranks, signal.SIGKILL, 5.0)
+            _signal(ranks, signal.SIGKILL, KILLED)
             for s, handler in before.items():
                 signal.signal(s, handler)
 

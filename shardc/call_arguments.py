@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,11 +72,10 @@ def _refuse(
     """Raise ShardcError for unknown names, for unnamed arguments that need a name, and for missing ones."""
     errors = Errors()
     for keyword in (n for n in kwargs if n not in signature.parameters):
-        near = nearest(keyword, signature.parameters)
         if keyword in elsewhere:
             fix = elsewhere[keyword].format(name=keyword)
         else:
-            fix = f"did you mean {near!r}?" if near else f"it takes {', '.join(signature.parameters)}"
+            fix = did_you_mean(keyword, signature.parameters, f"it takes {', '.join(signature.parameters)}")
         errors.add("there is no such argument", where=f"{name}({keyword}=...)", fix=fix)
     plain = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(plain):

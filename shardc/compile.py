@@ -32,10 +32,10 @@ from shardc.ir import program as ir
 from shardc.ir.outputs import OtherForward
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner, with_features
 from shardc.passes.annotate import model_plan
-from shardc.passes.annotate.inputs import with_microbatches
+from shardc.passes.annotate.batch_rows import with_microbatches
 from shardc.runtime.state import quantized
 from shardc.spec import Spec
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 from shardc.torch_private import quick_walks
 
 

@@ -23,7 +23,7 @@ from shardc.runtime.data.inputs import leaves, mapped, name_of
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes, Use
 from shardc.spec import Spec
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 
 Build = Callable[[], nn.Module | None]
 Loss = Callable[[Any, Any], Any]

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 cut: Any = importlib.import_module("shardc.passes.joint.fused_regions")
-inductor: Any = importlib.import_module("shardc.runtime.compiled.inductor")
+compiler: Any = importlib.import_module("shardc.runtime.compiled.compiler")
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -24,7 +24,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return lambda box: function(*(box.pop(0) for _ in range(len(box))))
 
     monkeypatch.setattr(cut, "LEAST_SAVED", 0)
-    monkeypatch.setattr(inductor, "inductor_compiled", run)
-    monkeypatch.setattr(inductor, "no_compiler", lambda device: "")
-    monkeypatch.setattr(inductor, "_DONE", {})
+    monkeypatch.setattr(compiler, "inductor_compiled", run)
+    monkeypatch.setattr(compiler, "no_compiler", lambda device: "")
+    monkeypatch.setattr(compiler, "_DONE", {})
     return made

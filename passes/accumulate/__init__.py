@@ -32,7 +32,7 @@ gradients, and a buffer's new value if each microbatch has a summand of it (a mo
 `batch_norm: local`). All else that needs all rows at once (BatchNorm's statistics, contrastive losses) is refused, by
 name.
 
-one_microbatch.py writes the graph of one microbatch and the prologue; sum_after_step.py moves the loss's sums over
+one_microbatch.py writes the graph of one microbatch and the prologue; loss_sum_after_step.py moves the loss's sums over
 ranks to the end of the step.
 """
 
@@ -47,7 +47,7 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.passes.accumulate.one_microbatch import OneMicrobatch, without_microbatches
-from shardc.passes.annotate.inputs import disagreements
+from shardc.passes.annotate.batch_rows import disagreements
 from shardc.passes.base import Pass
 
 

@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Replicate, Shard
 from shardc.ir.types import behind, requires_grad
-from shardc.passes.accumulate.sum_after_step import CONVERTERS, sum_after_step
+from shardc.passes.accumulate.loss_sum_after_step import CONVERTERS, sum_after_step
 from shardc.rules.core import registry
 from shardc.rules.core.op_call import call_of, rounds
 from shardc.runtime import ops
@@ -84,8 +84,8 @@ class OneMicrobatch:
     the end, the step's loss is a summand. For `loss = s_sum / n_sum` above: n_sum is a total, s_sum a summand, and a
     quotient is linear in its first operand. So loss is a summand, as needed.
 
-    Last (sum_after_step.py), if the loss is linear in sums over other axes too, ranks keep their summands of it: its
-    gradient is the same, and no rank waits for others between microbatches.
+    Last (loss_sum_after_step.py), if the loss is linear in sums over other axes too, ranks keep their summands of it:
+    its gradient is the same, and no rank waits for others between microbatches.
     """
 
     old: fx.Graph
@@ -305,10 +305,7 @@ class OneMicrobatch:
                     "call_function", ops.summed, (x, self.mesh_node, 0), {}, name=f"{x.name}_summed"
                 )
             value = x.meta["value"]
-            new.meta = {
-                "value": replace(value, layout=without_microbatches(value.layout)),
-                "source": source_of(x),
-            }
+            new.meta = {"value": replace(value, layout=without_microbatches(value.layout)), "source": source_of(x)}
             self.sums[x] = new
             if requires_grad(x):
                 self.whole_sums.add(new)

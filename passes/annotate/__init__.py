@@ -5,7 +5,7 @@
 
 Placement decides everything that is not annotated.
 
-weights.py       `shard`: patterns and style words        inputs.py        `batch`: the rows of a batch over data axes
+weights.py       `shard`: patterns and style words        batch_rows.py    `batch`: the rows of a batch over data axes
 model_plan.py    `use: model`: the plan of the model      activations.py   `activations`: pins
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
 padding.py       `uneven: pad`                            outputs.py       `outputs`: the layouts of outputs
@@ -35,8 +35,8 @@ from shardc.optional import registered
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
+from shardc.passes.annotate.batch_rows import disagreements, input_layouts, row_axes, with_microbatch_axis
 from shardc.passes.annotate.experts import Experts
-from shardc.passes.annotate.inputs import disagreements, input_layouts, row_axes, with_microbatch_axis
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.outputs import wanted_outputs
 from shardc.passes.annotate.weights import Weights

@@ -17,12 +17,13 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import operands_of, source_of, value_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import Selector, enclosing, select_modules
+from shardc.ir.patterns import enclosing
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.passes.annotate.padding import padded
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
 from shardc.spec import ActivationRule, Spec
+from shardc.spec.model_names import Selector, select_modules
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from shardc.errors import Errors
 from shardc.ir.graph import calls, placeholders, source_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import did_you_mean, enclosing, matches
+from shardc.ir.patterns import enclosing, matches
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
+from shardc.ir.similar_names import did_you_mean
 from shardc.passes.annotate.indivisible import rank_counts
-from shardc.passes.annotate.propagate_split import uses
+from shardc.passes.annotate.weight_roles import users_of_dim
 from shardc.rules.core import registry
-from shardc.rules.core.choices import choices_of
 from shardc.rules.core.op_call import call_of
 from shardc.rules.experts import UP
 from shardc.runtime import ops
@@ -114,7 +113,7 @@ class Experts:
         """Return the entry that spreads a parameter's experts, the dim that counts them, and the op; None if none."""
         shape = param.meta["value"].shape
         for dim in range(len(shape)):
-            for user, operand, dim_of_operand in _users(param, dim):
+            for user, operand, dim_of_operand in users_of_dim(param, dim):
                 if user.target is ops.experts:
                     spread = dim_of_operand == 0 and operand >= UP
                 else:
@@ -157,24 +156,6 @@ class Experts:
                 )
                 fix = did_you_mean(e.match, [m for m in holding or modules if m], otherwise)
             errors.add(fault, where=self.where(i), fix=fix)
-
-
-def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
-    """Yield (op, operand, the operand's dim) for each use of a dim of a value, through views and casts."""
-    for user, i in uses((node, 0)):
-        if user.op != "call_function" or (rule := registry.find(user.target)) is None:
-            continue
-        call = call_of(user)
-        if (
-            (len(call.operands) == 1 or user.target is torch.ops.aten.cat.default)
-            and len(call.results) == 1
-            and rule.flops is None
-        ):
-            s = choices_of(user, {}).from_operand(i, Shard(dim), 1)
-            if s is not None and isinstance(out := s.outputs[0], Shard) and out.split == 1:
-                yield from _users(user, out.dim)
-        else:
-            yield user, i, dim
 
 
 def _is_batch_dim(user: fx.Node, operand: int, dim: int) -> bool:

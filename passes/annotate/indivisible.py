@@ -29,13 +29,13 @@ _NAMED = 3
 
 def rank_counts(axis: str, size: int, n: int) -> str:
     """Return e.g. "tp=2 or 4": the nearest numbers of ranks that divide a size which n ranks do not."""
-    divisors = _divisors(size)
-    low = max((k for k in divisors if k < n), default=1)
-    high = next((k for k in divisors if n < k <= 4 * n), None)
+    numbers = divisors(size)
+    low = max((k for k in numbers if k < n), default=1)
+    high = next((k for k in numbers if n < k <= 4 * n), None)
     return f"{_as_written(axis)}={low}" + (f" or {high}" if high else "")
 
 
-def _divisors(size: int) -> list[int]:
+def divisors(size: int) -> list[int]:
     """Return the divisors of a size, in order. It is a tensor's size, so its square root is not large."""
     low = [k for k in range(1, math.isqrt(size) + 1) if size % k == 0]
     return [*low, *(size // k for k in reversed(low) if k * k != size)]

@@ -27,9 +27,9 @@ from torch import fx, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import values_of
-from shardc.ir.patterns import nearest
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
+from shardc.ir.similar_names import nearest
 from shardc.ir.stored import Param
 from shardc.layer_names import of_every_layer
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup, uses

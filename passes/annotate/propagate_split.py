@@ -191,12 +191,14 @@ class Follower:
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
         """Return the strategy by which an op makes its result i in this placement."""
         choices = self.choices(node)
-        return _matching(choices, 1, i, p) or next((s for s in self._extra(choices, p) if s.outputs[i] == p), None)
+        extra = (s for s in self._extra(choices, p) if s.outputs[i] == p)
+        return choices.from_result(i, p, _ONE_RANK) or next(extra, None)
 
     def by_operand(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
         """Return the strategy by which an op takes its operand i in this placement."""
         choices = self.choices(node)
-        return _matching(choices, 0, i, p) or next((s for s in self._extra(choices, p) if s.inputs[i] == p), None)
+        extra = (s for s in self._extra(choices, p) if s.inputs[i] == p)
+        return choices.from_operand(i, p, _ONE_RANK) or next(extra, None)
 
     def _extra(self, choices: Choices, *placements: Placement) -> Iterable[Strategy]:
         """Return the strategies that no factor expresses, if the operands may have these placements."""
@@ -206,22 +208,6 @@ class Follower:
     def flops(self, group: SplitGroup) -> int:
         """Return the operations of the matrix products that a group splits."""
         return sum(self.choices(node).flops for node in group.ops)
-
-
-def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
-    """Return the strategy that splits operand i (side 0) or result i (side 1) as this shard does, or None.
-
-    Unlike `Choices.from_operand`, it does not depend on the number of ranks: the shard's digit must begin in a factor.
-    """
-    dims = (choices.signature.inputs, choices.signature.outputs)[side][i]
-    for factor, places in choices.places.items():
-        place = places[side][i]
-        if place is None or place[0] != p.dim or p.split % place[1] or (p.sections and len(dims[p.dim]) != 1):
-            continue
-        digit, size = p.split // place[1], choices.signature.sizes[factor]
-        if digit < size and size % digit == 0:
-            return choices.split(factor, digit, _ONE_RANK, p.sections)
-    return None
 
 
 def uses(key: Key) -> Iterator[tuple[fx.Node, int]]:

@@ -5,6 +5,7 @@ Module classes do not matter: the out-features of a linear layer are the dim tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,18 +101,29 @@ def unsplit_by(node: fx.Node) -> str:
     return "" if split else ", ".join(sorted({full_op_name(u.target) for u, _ in used}))
 
 
+def users_of_dim(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
+    """Yield (op, operand, the operand's dim) for each use of a dim of a value, through views and casts."""
+    for user, i in uses((node, 0)):
+        if user.op != "call_function" or (rule := registry.find(user.target)) is None:
+            continue
+        call = call_of(user)
+        moves = len(call.operands) == 1 or user.target is aten.cat.default
+        if moves and len(call.results) == 1 and rule.flops is None:
+            s = choices_of(user, {}).from_operand(i, Shard(dim), 1)
+            if s is not None and isinstance(out := s.outputs[0], Shard) and out.split == 1:
+                yield from users_of_dim(user, out.dim)
+        else:
+            yield user, i, dim
+
+
 def fused_parts(node: fx.Node, dim: int) -> int:
     """Return how many fused parts of a parameter's dim are split separately: 2 for experts' gate and up."""
-    for user, i in uses((node, 0)):
-        rule = registry.find(user.target) if user.op == "call_function" else None
+    for user, i, at in users_of_dim(node, dim):
         if user.target is ops.experts:
-            signature = rule.signature(call_of(user))  # type: ignore[union-attr]
+            signature = choices_of(user, {}).signature
             place = signature.places(signature.inputs[i], "i")
-            return place[1] if place is not None and place[0] == dim else 1
-        if rule is not None and len((call := call_of(user)).operands) == 1 == len(call.results):
-            s = Choices(rule, call, rule.signature(call)).from_operand(i, Shard(dim), 1)
-            if s is not None and isinstance(out := s.outputs[0], Shard) and (parts := fused_parts(user, out.dim)) > 1:
-                return parts
+            if place is not None and place[0] == at:
+                return place[1]
     return 1
 
 

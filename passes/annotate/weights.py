@@ -25,7 +25,7 @@ from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
 from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts, unsplit_by
 from shardc.spec import DimShard, Spec
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 
 
 @dataclass

@@ -17,10 +17,10 @@ by torch's own decompositions (decompose.py). Random ops that cannot be drawn fr
 with the model's line.
 
 pointwise, views, factories   names, sizes and constants in one form
-norm, moments, loss           norms, variances and losses as sums that can be split
-lookup, masks, recurrent      bags of embeddings, writes under masks, recurrent layers
+batch_norm, moments, loss     norms, variances and losses as sums that can be split
+lookup, masked_writes, recurrent   bags of embeddings, writes under masks, recurrent layers
 random_tensors                random numbers from the counter generator; random_streams: a stream for each op
-experts, grouped_mm           captured mixtures of experts as the op `experts`
+grouped_mm                    captured mixtures of experts as the op `experts`
 choices                       a model's choices as random numbers, on which capture and grouped_mm test ops
 cleanup                       the last steps, on the whole graph
 """
@@ -43,14 +43,14 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.passes.base import Pass
 from shardc.passes.canonical import (  # noqa: F401 (they register)
+    batch_norm,
     dropout,
-    experts,
     factories,
+    grouped_mm,
     lookup,
     loss,
-    masks,
+    masked_writes,
     moments,
-    norm,
     pointwise,
     random_tensors,
     recurrent,
@@ -63,8 +63,6 @@ from shardc.passes.canonical.rewrite import KNOWN_LIMIT, TABLE, Args, Emit, Resu
 from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
-#: Arguments about a tensor's device and memory: no part of the computation.
-_PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def _canonical_call(
 ) -> Result:
     """Rewrite one call of an op; decompose it if it has no rule. value: its type, if known."""
     if value is None:
-        value = values.infer(op, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
+        value = values.infer(op, args, values.without_place(kwargs))
     if not isinstance(op, OpOverload):
         return _copied(emit, op, args, kwargs, value, name)
     if (change := TABLE.get(values.op_name(op))) is not None:
@@ -193,7 +191,7 @@ def _canonical_call(
             "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint,"
             " bernoulli, exponential_",
         )
-    return _copied(emit, op, args, {k: v for k, v in kwargs.items() if k not in _PLACE}, value, name)
+    return _copied(emit, op, args, values.without_place(kwargs), value, name)
 
 
 def _copied(
@@ -225,7 +223,7 @@ def _regraded(value: Value | tuple[Value | None, ...] | None, node: fx.Node) -> 
     grad = values.carries_gradient(node.target, node.args, node.kwargs)
 
     def put(v: Value | None) -> Value | None:
-        return v and replace(v, requires_grad=grad and (v.dtype.is_floating_point or v.dtype.is_complex))
+        return v and replace(v, requires_grad=grad and values.continuous(v))
 
     return tuple(map(put, value)) if isinstance(value, tuple) else put(value)
 

@@ -37,13 +37,13 @@ def cast_integers(graph: fx.Graph) -> None:
         if (
             not isinstance(node.target, OpOverload)
             or not isinstance(out, Value)
-            or not _real(out)
+            or not values.continuous(out)
             or "dtype" in node.kwargs
         ):
             continue
         if torch.Tag.pointwise not in node.target.tags and node.target not in _CHOICES:
             continue
-        if any(_real(n.meta["value"]) for n in node.all_input_nodes):
+        if any(values.continuous(n.meta["value"]) for n in node.all_input_nodes):
             continue
         with graph.inserting_before(node):
             if node.target is aten.where.Scalar:
@@ -54,10 +54,6 @@ def cast_integers(graph: fx.Graph) -> None:
                 if (x, out.dtype) not in casts:
                     casts[x, out.dtype] = _put(graph, node, aten._to_copy.default, (x,), out.dtype)
                 node.replace_input_with(x, casts[x, out.dtype])
-
-
-def _real(v: Value) -> bool:
-    return v.dtype.is_floating_point or v.dtype.is_complex
 
 
 def _put(graph: fx.Graph, node: fx.Node, op: OpOverload, args: tuple[object, ...], dtype: torch.dtype) -> fx.Node:

@@ -25,7 +25,7 @@ from shardc.ir import types as values
 from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Emit, Result
 from shardc.rules.core import registry
-from shardc.torch_private import OpOverload, body_of, decompositions, traced_functional
+from shardc.torch_private import OpOverload, body_of, decompositions, pytree, traced_functional
 
 #: For calls on more elements than this, torch's decompositions are used without proof, which would cost more than the
 #: compilation. Functions of custom ops are then proven on smaller operands.
@@ -95,7 +95,7 @@ def _traced(
     def on_operands(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Tensor) -> Any:
             values_by_node = dict(zip(operands, tensors, strict=True))
-            a, k = _plain(fx.node.map_arg((args, kwargs), lambda n: values_by_node[n]))
+            a, k = plain(fx.node.map_arg((args, kwargs), lambda n: values_by_node[n]))
             result = function(*a, **k)
             return tuple(result) if isinstance(result, (tuple, list)) else result
 
@@ -112,11 +112,11 @@ def _traced(
     return None
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
     """Return arguments with plain lists: some decompositions change lists, and fx's may not be changed."""
     if isinstance(x, (tuple, list)):
-        return (tuple if isinstance(x, tuple) else list)(map(_plain, x))
-    return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else x
+        return (tuple if isinstance(x, tuple) else list)(map(plain, x))
+    return {k: plain(v) for k, v in x.items()} if isinstance(x, dict) else x
 
 
 def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
@@ -174,18 +174,18 @@ def _proven(
     leaves = [_some(v, generator) for v in types]
     try:
         with torch.enable_grad():
-            whole = _tensors(op(*leaves))
+            whole = tensors_in(op(*leaves))
             expected = _gradients(whole, leaves)
     except values.OUTSIDE_DOMAIN:
         return True  # the op is not defined on these numbers
     try:
         with torch.enable_grad():
-            parts = _tensors(module(*leaves))
+            parts = tensors_in(module(*leaves))
             grads = _gradients(parts, leaves)
     except values.OUTSIDE_DOMAIN:
         return False
     pairs = [*zip(parts, whole, strict=False), *zip(grads, expected, strict=True)]
-    return len(parts) == len(whole) and all(_close(a, b) for a, b in pairs)
+    return len(parts) == len(whole) and all(close(a, b) for a, b in pairs)
 
 
 def _smaller(types: list[Value]) -> list[Value]:
@@ -199,7 +199,7 @@ def _some(v: Value, generator: torch.Generator) -> Tensor:
     """Return random numbers in (0.1, 0.9) or truth values; zeros for indices (always in range)."""
     if v.dtype == torch.bool:
         return torch.randint(2, v.shape, generator=generator).bool()
-    if not (v.dtype.is_floating_point or v.dtype.is_complex):
+    if not values.continuous(v):
         return torch.zeros(v.shape, dtype=v.dtype)
     dtype = v.dtype if v.dtype.is_complex else torch.float64
     return (
@@ -207,8 +207,9 @@ def _some(v: Value, generator: torch.Generator) -> Tensor:
     )
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [x for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, Tensor)]
+def tensors_in(result: Any) -> list[Tensor]:
+    """Return the tensors in nested results."""
+    return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
 
 
 def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -221,14 +222,18 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     return list(torch.autograd.grad(terms, inputs, weights, allow_unused=True))
 
 
-def _close(a: Tensor | None, b: Tensor | None) -> bool:
+def close(a: Tensor | None, b: Tensor | None, rtol: float = 0.0) -> bool:
+    """Return whether two results or gradients are equal, up to rounding (rtol; default: of their dtype).
+
+    None: a gradient that is not there, which equals zeros.
+    """
     if a is None or b is None:
         only = a if a is not None else b
         return only is None or not bool(only.any())
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not (a.is_floating_point() or a.is_complex()):
+    if not values.continuous(a):
         return torch.equal(a, b)
-    rtol = max(RTOL, 100 * torch.finfo(a.dtype).eps)
+    rtol = rtol or max(RTOL, 100 * torch.finfo(a.dtype).eps)
     scale = float(b.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
     return torch.allclose(a, b, rtol=rtol, atol=rtol * max(scale, 1.0), equal_nan=True)

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 SELU = 1.7580993408473766
 
 
-@rewrite("dropout", "native_dropout")
+@rewrite("dropout native_dropout")
 def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
     """Rewrite `dropout(x, p, True)` as `ops.dropout(x, p, rng, index)`; as x if p is 0 or in evaluation."""
     train = a.train is None or bool(a.train)
@@ -25,7 +25,7 @@ def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Resul
     return y if isinstance(out, Value) else (y, None)
 
 
-@rewrite("feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+@rewrite("feature_dropout alpha_dropout feature_alpha_dropout")
 def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite dropout of whole channels (Dropout2d), and alpha dropout as x * mask + shift.
 

@@ -14,46 +14,22 @@ from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite
 
 aten = torch.ops.aten
-_FILL = {
-    "zeros_like": 0,
-    "new_zeros": 0,
-    "ones_like": 1,
-    "new_ones": 1,
-    "empty_like": 0,
-    "new_empty": 0,
-    "new_empty_strided": 0,
-    "empty_strided": 0,
-    "empty_permuted": 0,
-    "empty": 0,
-}
 
 
-@rewrite(*_FILL, "full_like", "new_full")
+@rewrite(
+    "zeros_like new_zeros empty_like new_empty new_empty_strided empty_strided empty_permuted empty ones_like new_ones "
+    "full_like new_full"
+)
 def filled(emit: Emit, a: Args, out: Value) -> Result:
-    fill = _FILL.get(a.op_name)
-    if fill is None:
-        fill = a.fill_value
-        if isinstance(fill, fx.Node):
-            return emit(a.op, *a.named.values())
+    fill = a.fill_value if "full" in a.op_name else int("ones" in a.op_name)
+    if isinstance(fill, fx.Node):
+        return emit(a.op, *a.named.values())
     return emit(aten.full.default, list(out.shape), fill, dtype=out.dtype)
 
 
 @rewrite(
-    "eye",
-    "linspace",
-    "logspace",
-    "scalar_tensor",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "fft_fftfreq",
-    "fft_rfftfreq",
-    "hann_window",
-    "hamming_window",
-    "kaiser_window",
-    "blackman_window",
-    "bartlett_window",
+    "eye linspace logspace scalar_tensor zeros ones full arange fft_fftfreq fft_rfftfreq hann_window hamming_window "
+    "kaiser_window blackman_window bartlett_window"
 )
 def write_dtype(emit: Emit, a: Args, out: Value) -> Result:
     """Write a floating dtype down: else the default dtype of the process that runs the program applies."""

@@ -26,11 +26,12 @@ from torch import Tensor, fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, placeholders, source_of, value_of, values_of
+from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.nn import text_of
 from shardc.passes.base import Pass
 from shardc.passes.canonical.choices import draws, numel, run
-from shardc.passes.canonical.rewrite import Emit
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -48,6 +49,12 @@ _PARTS: dict[Any, int] = {
 _ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar}
 #: Ops that keep the elements of each row if the first dim stays.
 _VIEWS = {aten.reshape.default, aten.expand.default, aten.unsqueeze.default, aten._to_copy.default, aten.clone.default}
+
+
+@rewrite("experts")
+def experts(emit: Emit, a: Args, out: Value) -> Result:
+    """Rewrite `torch.ops.shardc.experts` of a captured graph as the op that programs call."""
+    return emit.typed(out, ops.experts, *a.named.values())
 
 
 @dataclass(frozen=True)

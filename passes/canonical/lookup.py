@@ -108,7 +108,7 @@ def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
     return total if a.mode == 0 else emit(aten.div.Tensor, total, emit(aten.clamp_min.default, count, 1))
 
 
-@rewrite("max_unpool2d", "max_unpool3d")
+@rewrite("max_unpool2d max_unpool3d")
 def unpooled(emit: Emit, a: Args, out: Value) -> Result:
     """Scatter in each image and channel separately, so that they may be split: indices count per area."""
     x: fx.Node = a.self

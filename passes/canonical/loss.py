@@ -83,7 +83,7 @@ def _along(emit: Emit, weight: fx.Node, x: fx.Node, d: int) -> fx.Node:
     return emit.reshape(weight, [s if i == d else 1 for i, s in enumerate(shape(x))])
 
 
-@rewrite("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
+@rewrite("nll_loss nll_loss_nd nll_loss2d nll_loss_forward nll_loss2d_forward")
 def nll_loss(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite nll_loss: of log_softmax as cross-entropy of the logits, else by gathering targets' entries."""
     x, target = a.self, a.target
@@ -111,7 +111,7 @@ def l1_loss(emit: Emit, a: Args, out: Value) -> Result:
     return emit.reduce(emit(aten.abs.default, emit(aten.sub.Tensor, a.self, a.target)), a.reduction)
 
 
-@rewrite("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction")
+@rewrite("_linear_cross_entropy_batch_chunked _linear_cross_entropy_batch_chunked_no_reduction")
 def linear_cross_entropy(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
     """Rewrite as linear, then cross_entropy.
 
@@ -124,13 +124,8 @@ def linear_cross_entropy(emit: Emit, a: Args, out: Value | tuple[Value | None, .
 
 
 @rewrite(
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "soft_margin_loss",
-    "multilabel_margin_loss",
+    "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss "
+    "multilabel_margin_loss"
 )
 def elementwise(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite as the op per element (or row), then its weight (a factor), then the reduction."""

@@ -22,16 +22,20 @@ aten = torch.ops.aten
 _WHOLE = {"var": aten.var, "std": aten.std, "var_mean": aten.var_mean, "std_mean": aten.std_mean}
 
 
-@rewrite("var", "std", "var_mean", "std_mean")
+def _reduced(x: fx.Node, a: Args) -> tuple[list[int], bool]:
+    """Return the dims that an op reduces (no dims: all), and whether the result keeps them."""
+    ndim, dims = len(shape(x)), a.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    return sorted({dim(d, ndim) for d in dims or range(ndim)}), bool(a.get("keepdim", False))
+
+
+@rewrite("var std var_mean std_mean")
 def moments(emit: Emit, a: Args, out: Any) -> Result:
     """Rewrite every overload as `.correction`, or as means if dim 0 is among the dims (no dims: all)."""
     x: fx.Node = a.self
-    ndim = len(shape(x))
-    dims = a.get("dim")
-    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
+    gone, keepdim = _reduced(x, a)
     correction = a.get("correction", 1 if a.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
-    keepdim = bool(a.get("keepdim", False))
     both = a.op_name.endswith("_mean")
     if 0 not in gone or value_of(x).dtype.is_complex:
         if both:
@@ -48,16 +52,13 @@ def moments(emit: Emit, a: Args, out: Any) -> Result:
     return (result, emit(aten.mean.dim, x, gone, keepdim)) if both else result
 
 
-@rewrite("linalg_vector_norm", "norm", "frobenius_norm")
+@rewrite("linalg_vector_norm norm frobenius_norm")
 def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite Euclidean and absolute norms that reduce the leading dim."""
     x: fx.Node = a.self
-    ndim, order = len(shape(x)), a.get("ord", a.get("p", 2))
+    order = a.get("ord", a.get("p", 2))
     order = 2 if order is None else order
-    dims = a.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
-    keepdim = bool(a.get("keepdim", False))
+    gone, keepdim = _reduced(x, a)
     if 0 not in gone or order not in (1, 2) or value_of(x).dtype.is_complex:
         return emit(
             aten.linalg_vector_norm.default,
@@ -87,18 +88,16 @@ def _root(emit: Emit, squares: fx.Node) -> fx.Node:
     return emit(aten.masked_fill.Scalar, root, zero, 0)
 
 
-@rewrite("all", "any")
+@rewrite("all any")
 def truth(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite over the leading dim as counts, which add up: none is false, or some are true."""
     x: fx.Node = a.self
-    ndim, dims = len(shape(x)), a.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
+    gone, keepdim = _reduced(x, a)
     if 0 not in gone or out.dtype != torch.bool:
         return emit(a.op, *a.named.values())
     if a.op_name == "all":
         x = emit(aten.logical_not.default, x)
     elif value_of(x).dtype != torch.bool:
         x = emit(aten.ne.Scalar, x, 0)
-    count = emit(aten.sum.dim_IntList, x, gone, bool(a.get("keepdim", False)))
+    count = emit(aten.sum.dim_IntList, x, gone, keepdim)
     return emit(aten.eq.Scalar if a.op_name == "all" else aten.ne.Scalar, count, 0)

@@ -16,13 +16,13 @@ _BITWISE = {"__and__": aten.bitwise_and, "__or__": aten.bitwise_or, "__xor__": a
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
-@rewrite("__and__", "__or__", "__xor__")
+@rewrite("__and__ __or__ __xor__")
 def bitwise(emit: Emit, a: Args, out: Value) -> Result:
     op = getattr(_BITWISE[a.op_name], a.op._overloadname)
     return emit(op, a.self, a.other)
 
 
-@rewrite("min", "max")
+@rewrite("min max")
 def extremum(emit: Emit, a: Args, out: Any) -> Result:
     """Rewrite `min(x, y)` of two tensors as `minimum(x, y)`."""
     if a.op._overloadname == "other":
@@ -39,7 +39,7 @@ def rsub(emit: Emit, a: Args, out: Value) -> Result:
     return emit(aten.add.Tensor, emit(aten.neg.default, x), a.other)
 
 
-@rewrite("add", "sub", "mul", "div")
+@rewrite("add sub mul div")
 def arithmetic(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite `x + 0` and `x * 1.0` as x; `add(x, y, alpha=2)` multiplies first."""
     x, other = a.self, a.other
@@ -54,14 +54,14 @@ def arithmetic(emit: Emit, a: Args, out: Value) -> Result:
     return emit(getattr(getattr(aten, a.op_name), "Tensor"), x, other)  # noqa: B009
 
 
-@rewrite("softmax", "_softmax", "log_softmax", "_log_softmax", "special_softmax", "special_log_softmax")
+@rewrite("softmax _softmax log_softmax _log_softmax special_softmax special_log_softmax")
 def softmax(emit: Emit, a: Args, out: Value) -> Result:
     x = emit.cast(a.first, out.dtype)
     op = aten.log_softmax.int if "log_softmax" in a.op_name else aten.softmax.int
     return emit(op, x, dim(a.dim, max(1, len(shape(x)))))
 
 
-@rewrite("sum", "mean", "cumsum", "prod")
+@rewrite("sum mean cumsum prod")
 def reduction(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite `sum(x, dtype=torch.float32)` to cast first. Integers add in int64 unless a dtype is set."""
     dtype: torch.dtype | None = a.get("dtype")

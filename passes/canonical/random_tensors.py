@@ -33,10 +33,6 @@ _ALL_INTEGERS = {torch.bool: 2, torch.uint8: 2**8, torch.int8: 2**7, torch.int16
 
 
 def _random(emit: Emit, a: Args, out: Value, kind: str, *options: float) -> fx.Node:
-    if a.get("generator") is not None:
-        raise emit.refuse(
-            f"{a.op} draws from its own generator", "leave generator= out: the step's seed makes it reproducible"
-        )
     if out.dtype.is_complex:
         raise emit.refuse(
             f"{a.op} draws complex numbers",
@@ -45,12 +41,12 @@ def _random(emit: Emit, a: Args, out: Value, kind: str, *options: float) -> fx.N
     return emit.random(kind, options, out.shape, out.dtype)
 
 
-@rewrite("rand", "rand_like", "uniform")
+@rewrite("rand rand_like uniform")
 def uniform(emit: Emit, a: Args, out: Value) -> Result:
     return _random(emit, a, out, "uniform", float(a.get("from", 0.0)), float(a.get("to", 1.0)))
 
 
-@rewrite("randn", "randn_like", "normal", "normal_functional")
+@rewrite("randn randn_like normal normal_functional")
 def normal(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite normal draws. mean and std are numbers, or tensors without gradient, as in torch."""
     mean, std = a.get("mean", 0.0), a.get("std", 1.0)
@@ -61,27 +57,21 @@ def normal(emit: Emit, a: Args, out: Value) -> Result:
     return emit.cast(emit(aten.add.Tensor, emit(aten.mul.Tensor, noise, std), mean), out.dtype)
 
 
-@rewrite("log_normal")
-def log_normal(emit: Emit, a: Args, out: Value) -> Result:
-    return _random(emit, a, out, "log_normal", float(a.mean), float(a.std))
+#: Distributions, with the names of their numbers.
+_NUMBERS = {
+    "log_normal": ("mean", "std"),
+    "exponential": ("lambd",),
+    "geometric": ("p",),
+    "cauchy": ("median", "sigma"),
+}
 
 
-@rewrite("exponential")
-def exponential(emit: Emit, a: Args, out: Value) -> Result:
-    return _random(emit, a, out, "exponential", float(a.lambd))
+@rewrite(*_NUMBERS)
+def drawn(emit: Emit, a: Args, out: Value) -> Result:
+    return _random(emit, a, out, a.op_name, *(float(a[name]) for name in _NUMBERS[a.op_name]))
 
 
-@rewrite("geometric")
-def geometric(emit: Emit, a: Args, out: Value) -> Result:
-    return _random(emit, a, out, "geometric", float(a.p))
-
-
-@rewrite("cauchy")
-def cauchy(emit: Emit, a: Args, out: Value) -> Result:
-    return _random(emit, a, out, "cauchy", float(a.median), float(a.sigma))
-
-
-@rewrite("randint", "randint_like", "random")
+@rewrite("randint randint_like random")
 def integers(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite draws of integers in [low, high)."""
     low, high = a.get("low", a.get("from")) or 0, a.get("high", a.get("to"))
@@ -138,7 +128,7 @@ def multinomial(emit: Emit, a: Args, out: Value) -> Result:
     return emit.typed(best.meta["value"][1], operator.getitem, best, 1)
 
 
-@rewrite("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional")
+@rewrite("rrelu rrelu_with_noise rrelu_with_noise_functional")
 def rrelu(emit: Emit, a: Args, out: Any) -> Result:
     """Rewrite rrelu: below zero, x times a random slope in training, else times the slopes' mean."""
     x, low, high = a.first, float(a.lower), float(a.upper)

@@ -22,7 +22,7 @@ from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape
 aten = torch.ops.aten
 
 
-@rewrite("lstm", "gru", "rnn_tanh", "rnn_relu")
+@rewrite("lstm gru rnn_tanh rnn_relu")
 def recurrent(emit: Emit, a: Args, out: Any) -> Result:
     """Split layers with dropout; others stay one op.
 
@@ -72,7 +72,7 @@ def gru_cell(emit: Emit, a: Args, out: Value) -> Result:
     return _add(emit, n, emit(aten.mul.Tensor, z, emit(aten.sub.Tensor, h, n)))
 
 
-@rewrite("rnn_tanh_cell", "rnn_relu_cell")
+@rewrite("rnn_tanh_cell rnn_relu_cell")
 def rnn_cell(emit: Emit, a: Args, out: Value) -> Result:
     act = aten.tanh.default if "tanh" in a.op_name else aten.relu.default
     return emit(act, _add(emit, _linear(emit, a.input, a.w_ih, a.b_ih), _linear(emit, a.hx, a.w_hh, a.b_hh)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from shardc.ir.graph import value_of
 from shardc.ir.metadata import Value
 from shardc.ir.source import Source
 from shardc.ir.type_text import DTYPES
+from shardc.rules.core.op_call import arguments_of
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload, add_node
 
@@ -31,10 +31,13 @@ KNOWN_LIMIT = 1 << 20
 
 
 def rewrite(*names: str) -> Callable[[Rewrite], Rewrite]:
-    """Register a rewrite for ops: a function of the emitter, the call's arguments and the result's type."""
+    """Register a rewrite for ops: one name, or several as in "view reshape".
+
+    It is a function of the emitter, the call's arguments and the result's type.
+    """
 
     def register(function: Rewrite) -> Rewrite:
-        for name in names:
+        for name in " ".join(names).split():
             assert name not in TABLE, f"{name} is rewritten twice"
             TABLE[name] = function
         return function
@@ -50,9 +53,10 @@ class Args:
     """
 
     def __init__(self, target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        names, defaults = _signature(target)
+        known = arguments_of(target)
         self.op, self.op_name = target, values.op_name(target)
-        self.named: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        self.named: dict[str, Any] = {name: default for name, (_, default) in known.items()}
+        self.named |= {**dict(zip(known, args, strict=False)), **kwargs}
         self.first: Any = args[0] if args else None
         self.args, self.kwargs = args, kwargs
 
@@ -67,12 +71,6 @@ class Args:
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.named.get(name, default)
-
-
-@cache
-def _signature(target: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
-    arguments = target._schema.arguments
-    return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:

@@ -12,13 +12,13 @@ from torch import Tensor, fx
 
 from shardc.ir.graph import value_of
 from shardc.ir.metadata import Value
-from shardc.passes.canonical.masks import in_order
+from shardc.passes.canonical.masked_writes import in_order
 from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape
 
 aten = torch.ops.aten
 
 
-@rewrite("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "view_as", "reshape_as")
+@rewrite("view _unsafe_view reshape _reshape_alias flatten unflatten view_as reshape_as")
 def reshape(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite `x.view(b, -1, 8)` as `reshape(x, [4, 16, 8])`."""
     if a.get("dtype") is not None:
@@ -26,7 +26,7 @@ def reshape(emit: Emit, a: Args, out: Value) -> Result:
     return emit.reshape(a.first, out.shape)
 
 
-@rewrite("squeeze", "squeeze_")
+@rewrite("squeeze squeeze_")
 def squeeze(emit: Emit, a: Args, out: Value) -> Result:
     return emit.reshape(a.first, out.shape)
 
@@ -36,14 +36,12 @@ def unsqueeze(emit: Emit, a: Args, out: Value) -> Result:
     return emit(aten.unsqueeze.default, a.first, dim(a.dim, len(out.shape)))
 
 
-@rewrite("expand", "expand_as", "broadcast_to")
+@rewrite("expand expand_as broadcast_to")
 def expand(emit: Emit, a: Args, out: Value) -> Result:
     return emit.expand(a.first, out.shape)
 
 
-@rewrite(
-    "to", "_to_copy", "type_as", "clone", "contiguous", "alias", "lift_fresh", "lift_fresh_copy", "positive", "_to_cpu"
-)
+@rewrite("to _to_copy type_as clone contiguous alias lift_fresh lift_fresh_copy positive _to_cpu")
 def copied(emit: Emit, a: Args, out: Value) -> Result:
     """Reduce copies to a change of dtype: the program decides on memory formats and devices."""
     return emit.cast(a.first, out.dtype)
@@ -59,7 +57,7 @@ def as_complex(emit: Emit, a: Args, out: Value) -> Result:
     return emit(aten.complex.default, *(emit(aten.select.int, a.first, last, i) for i in (0, 1)))
 
 
-@rewrite("as_strided", "as_strided_copy")
+@rewrite("as_strided as_strided_copy")
 def strided(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite a read of memory by strides as a read of the flat tensor's entries by number.
 
@@ -109,8 +107,6 @@ def cut(emit: Emit, a: Args, out: Value) -> Result:
 @rewrite("narrow")
 def narrow(emit: Emit, a: Args, out: Value) -> Result:
     d = dim(a.dim, len(out.shape))
-    if isinstance(a.start, fx.Node):
-        raise emit.refuse("a slice starts at a tensor's value", "start slices at a Python number")
     start = dim(a.start, shape(a.first)[d])
     return a.first if out.shape == shape(a.first) else emit(aten.slice.Tensor, a.first, d, start, start + a.length)
 
@@ -121,16 +117,7 @@ def select(emit: Emit, a: Args, out: Value) -> Result:
     return emit(aten.select.int, a.first, d, dim(a["index"], shape(a.first)[d]))
 
 
-@rewrite(
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "unsafe_split",
-    "unsafe_split_with_sizes",
-    "unsafe_chunk",
-    "tensor_split",
-    "split_copy",
-)
+@rewrite("split split_with_sizes chunk unsafe_split unsafe_split_with_sizes unsafe_chunk tensor_split split_copy")
 def split(emit: Emit, a: Args, out: Any) -> Result:
     """Rewrite every split as `split_with_sizes(x, sizes, dim)`; one part is the tensor itself."""
     x: fx.Node = a.first
@@ -141,20 +128,7 @@ def split(emit: Emit, a: Args, out: Any) -> Result:
     return emit(aten.split_with_sizes.default, x, [p.shape[d] for p in parts], d)
 
 
-@rewrite(
-    "t",
-    "T",
-    "mT",
-    "numpy_T",
-    "matrix_H",
-    "adjoint",
-    "transpose",
-    "swapaxes",
-    "swapdims",
-    "permute",
-    "movedim",
-    "moveaxis",
-)
+@rewrite("t T mT numpy_T matrix_H adjoint transpose swapaxes swapdims permute movedim moveaxis")
 def permute(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite every reordering of dims as `transpose` of two of them, or as `permute`."""
     x: fx.Node = a.first
@@ -180,7 +154,7 @@ def permute(emit: Emit, a: Args, out: Value) -> Result:
     return _conjugate(emit, turned) if a.op_name in ("matrix_H", "adjoint") else turned
 
 
-@rewrite("conj", "_conj", "resolve_conj", "resolve_neg", "_neg_view")
+@rewrite("conj _conj resolve_conj resolve_neg _neg_view")
 def conj(emit: Emit, a: Args, out: Value) -> Result:
     """Compute conjugates and negatives that torch only marks: marks are on tensors, not in a graph."""
     if a.op_name == "_neg_view":
@@ -188,7 +162,7 @@ def conj(emit: Emit, a: Args, out: Value) -> Result:
     return a.first if a.op_name.startswith("resolve") else _conjugate(emit, a.first)
 
 
-@rewrite("fft_ifft", "fft_ihfft", "fft_ihfft2", "fft_ihfftn", "linalg_lu_solve", "svd")
+@rewrite("fft_ifft fft_ihfft fft_ihfft2 fft_ihfftn linalg_lu_solve svd")
 def unmarked(emit: Emit, a: Args, out: Any) -> Result:
     """Resolve results that these kernels mark as conjugates: messages and `view_as_real` take no marks."""
     y = emit(a.op, *a.args, **a.kwargs)
@@ -202,7 +176,7 @@ def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:
     return emit(aten.conj_physical.default, x) if value_of(x).dtype.is_complex else x
 
 
-@rewrite("cat", "concat", "concatenate")
+@rewrite("cat concat concatenate")
 def cat(emit: Emit, a: Args, out: Value) -> Result:
     """Leave out empty tensors (an empty cache); all parts of one tensor, in order, are that tensor."""
     parts = [x for x in a.tensors if shape(x) != (0,)]
@@ -255,7 +229,7 @@ def _moved(emit: Emit, x: fx.Node, old: int, new: int) -> fx.Node:
     return emit.permute(x, [*order[:new], old, *order[new:]])
 
 
-@rewrite("pad", "constant_pad_nd")
+@rewrite("pad constant_pad_nd")
 def pad(emit: Emit, a: Args, out: Value) -> Result:
     if not any(a.pad):
         return a.first  # type: ignore[no-any-return]
@@ -324,10 +298,6 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
     """
     x: fx.Node = a.first
     indices = list(a.indices)
-    if any(i is not None and value_of(i).dtype == torch.bool for i in indices):
-        raise emit.refuse(
-            "indexing with a mask returns a shape that depends on values", "use torch.where, or multiply by the mask"
-        )
     known = [emit.constant(i) if i is not None else None for i in indices]
     if _keeps_order(shape(x), out.shape, indices, known):
         return emit.reshape(x, out.shape)

@@ -2,7 +2,7 @@
 
     derivatives finds the derivative of each call, once for every distinct call
     saved       finds what the backward of each call keeps; `checkpoint` and cost use it
-    order       orders backward's rules and sums of gradients, as autograd does
+    autograd_order  orders backward's rules and sums of gradients, as autograd does
     kept        decides which values backward keeps, on the device or on the host, and which it recomputes
     write       writes the two graphs; take_over: reuses memory for sums; halves: splits backward in two for a schedule
     host_copies   places copies to the host and back (`checkpoint: {offload: cpu}`)
@@ -27,12 +27,12 @@ from shardc.ir.graph import producer_of
 from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint, Stage
 from shardc.passes.base import Pass
+from shardc.passes.joint.autograd_order import Backward
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.fused_recompute import recompute_in_regions
 from shardc.passes.joint.fused_regions import mark_fused_regions
 from shardc.passes.joint.host_copies import arrange_copies
 from shardc.passes.joint.memory import Sizes
-from shardc.passes.joint.order import Backward
 from shardc.passes.joint.overlap import overlap_collectives
 from shardc.passes.joint.pair import pairs_of
 from shardc.passes.joint.saved import types_of

@@ -28,13 +28,13 @@ import torch
 from torch import fx
 
 from shardc.ir.fused_regions import moved, region_of
-from shardc.ir.graph import source_of, values_of
+from shardc.ir.graph import reorder, source_of, values_of
 from shardc.ir.stage import mesh_or_rng
 from shardc.layer_names import layer_of
 from shardc.passes.joint.derivatives.record import is_view
 from shardc.passes.joint.memory import Sizes, shares_operand
 from shardc.runtime import ops
-from shardc.runtime.compiled.regions import IDENTITIES
+from shardc.runtime.compiled.region_calls import IDENTITIES
 from shardc.runtime.ops.factors import PRODUCTS
 from shardc.torch_private import OpOverload
 
@@ -75,9 +75,7 @@ _DTYPES = {
 
 def mark_fused_regions(graph: fx.Graph, sizes: Sizes) -> None:
     """Mark a graph's fused regions and move `accumulate`s after them."""
-    output = graph.output_node()
-    for n in _Cut(graph, sizes).order:
-        output.prepend(n)
+    reorder(graph, _Cut(graph, sizes).order)
 
 
 class _Cut:

@@ -13,19 +13,13 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.types import behind
 from shardc.runtime import ops
 
 
 def _of_received(graph: fx.Graph) -> set[fx.Node]:
     """Return the lines on which the gradients of received values depend."""
-    lines: set[fx.Node] = set()
-    todo = list(graph.output_node().all_input_nodes)
-    while todo:
-        n = todo.pop()
-        if n not in lines:
-            lines.add(n)
-            todo += n.all_input_nodes
-    return lines
+    return behind(graph.output_node().all_input_nodes)
 
 
 def _reload_in_each_half(graph: fx.Graph) -> None:

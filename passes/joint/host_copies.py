@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from shardc.ir.graph import reorder
 from shardc.passes.joint.memory import COPIES, Sizes, Uses
 from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
@@ -62,9 +63,7 @@ def _wait_of(start: fx.Node) -> fx.Node:
 def _put(graph: fx.Graph, lines: Sequence[fx.Node], placed: Mapping[fx.Node, _Place]) -> None:
     """Write lines and placed copies to the graph in one order."""
     at = {n: (i, len(lines), 0) for i, n in enumerate(lines)} | dict(placed)
-    output = graph.output_node()
-    for n in sorted(at, key=at.__getitem__):
-        output.prepend(n)
+    reorder(graph, sorted(at, key=at.__getitem__))
 
 
 def _leave(graph: fx.Graph, lines: Sequence[fx.Node], begun: Sequence[fx.Node], uses: Uses) -> None:

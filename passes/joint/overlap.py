@@ -27,6 +27,7 @@ from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.conversions import BY_OP, COLLECTIVES
+from shardc.ir.graph import reorder
 from shardc.ir.metadata import Collective
 from shardc.machine.clock import Clock
 from shardc.machine.work import Sent
@@ -58,9 +59,7 @@ def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: i
         order = best_order(ordered, most)
         if room > min(most):
             order = min(order, best_order(ordered, (max(most[0], room), max(most[1], room))), key=ordered.simulate)
-        output = graph.output_node()
-        for n in order:
-            output.prepend(n)
+        reorder(graph, order)
     return ordered.uses.peak(order)[1] if order else 0
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import copy_graph
+from shardc.ir.graph import copy_graph, reorder
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Pair, names_in_both, second_prefix
 from shardc.passes.joint.memory import Memory, Sizes
@@ -163,14 +163,14 @@ def _overlap(kind: str, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None
     most = ordered.uses.peak(ordered.nodes)
     if kind == "FB" and (peak := _one_by_one(ordered, graph)) != most:
         most = peak
-        _arrange(graph, sorted(ordered.nodes, key=lambda n: not n.meta.get("back")))
+        reorder(graph, sorted(ordered.nodes, key=lambda n: not n.meta.get("back")))
         ordered = OrderedGraph(graph, seconds, sizes)
     orders = [ordered.nodes, best_order(ordered, most)]
     beside = [order for lead in LEADS if (order := _side_by_side(ordered, most, lead)) is not None]
     if beside:
-        _arrange(graph, best := min(beside, key=ordered.simulate))
+        reorder(graph, best := min(beside, key=ordered.simulate))
         orders += [best, best_order(OrderedGraph(graph, seconds, sizes), most)]
-    _arrange(graph, min(orders, key=ordered.simulate))
+    reorder(graph, min(orders, key=ordered.simulate))
 
 
 def _one_by_one(ordered: OrderedGraph, graph: fx.Graph) -> tuple[int, int]:
@@ -188,12 +188,6 @@ def _one_by_one(ordered: OrderedGraph, graph: fx.Graph) -> tuple[int, int]:
     ]
     first, later = zip(*alive, strict=True)
     return max(first), max(later)
-
-
-def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    output = graph.output_node()
-    for n in order:
-        output.prepend(n)
 
 
 class _Half:

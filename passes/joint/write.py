@@ -22,12 +22,12 @@ from shardc.ir.metadata import Collective, HostCopy, Value
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.types import op_name
+from shardc.passes.joint.autograd_order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
 from shardc.passes.joint.derivatives import Facts, Rules
 from shardc.passes.joint.derivatives.record import Line, Ref, Type, is_view, map_refs
 from shardc.passes.joint.derivatives.template import Made, item_name
 from shardc.passes.joint.halves import halves_of
 from shardc.passes.joint.kept import Recomputed, RecomputePlan, Wanted
-from shardc.passes.joint.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
 from shardc.passes.joint.take_over import take_over_memory
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import factors

@@ -10,7 +10,7 @@
              y = gelu(x_sum)
 
 local_program   writes the graph of one rank, op by op
-routes          finds the conversions from one layout to another, in order
+conversion_order  finds the conversions from one layout to another, in order
 collectives     builds a conversion's arguments and its collective, with the annotation behind it
 """
 

@@ -19,7 +19,7 @@ from shardc.ir.program import Program
 from shardc.optional import needed, table
 from shardc.passes import outputs
 from shardc.passes.partition.collectives import collective_of, digit_arguments, gather_note
-from shardc.passes.partition.routes import Routes
+from shardc.passes.partition.conversion_order import Routes
 from shardc.rules.core import registry
 from shardc.rules.core.choices import Choices, choices_of
 from shardc.rules.core.op_call import call_of
@@ -223,12 +223,7 @@ class LocalProgram:
         return new
 
     def _with_summable_padding(
-        self,
-        operands: Sequence[fx.Node],
-        local: fx.Node,
-        i: int,
-        layout: Layout,
-        strategies: dict[str, Strategy],
+        self, operands: Sequence[fx.Node], local: fx.Node, i: int, layout: Layout, strategies: dict[str, Strategy]
     ) -> fx.Node:
         """Return operand i with zeros in the padding of dims that the op sums away.
 

@@ -24,7 +24,8 @@ from torch import fx
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import source_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import did_you_mean, enclosing, match
+from shardc.ir.patterns import enclosing, match
+from shardc.ir.similar_names import did_you_mean
 from shardc.layer_names import layer_of
 from shardc.machine.assumed import STAGES, byte_seconds, work_seconds
 from shardc.optional import registered
@@ -164,26 +165,18 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
             fix = did_you_mean(name, modules, otherwise)
             errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
         elif inside[0] == 0:
-            errors.add(
-                f"{name!r} runs first: the stage before it would be empty",
-                where=where,
-                fix="remove it, or name a later module",
-            )
+            fault, fix = f"{name!r} runs first: the stage before it would be empty", "remove it, or name a later module"
+            errors.add(fault, where=where, fix=fix)
         else:
             starts.append((inside[0], name, where))
     for (position, name, _), (then, other, where) in pairwise(starts):
         if then < position:
-            errors.add(
-                f"{other!r} begins before {name!r} does",
-                where=where,
-                fix="list the modules in the order in which they run",
-            )
+            fault, fix = f"{other!r} begins before {name!r} does", "list the modules in the order in which they run"
+            errors.add(fault, where=where, fix=fix)
         elif then == position:
             fault = f"{other!r} begins where {name!r} does" if other != name else f"{other!r} is listed twice"
             errors.add(
-                f"{fault}: the stage between would be empty",
-                where=where,
-                fix="remove it, or name a later module",
+                f"{fault}: the stage between would be empty", where=where, fix="remove it, or name a later module"
             )
     errors.raise_any()
     return [position for position, _, _ in starts]

@@ -11,7 +11,7 @@ from torch import fx
 
 from shardc.ir.graph import calls, is_call, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.outputs import SMALL
+from shardc.ir.outputs import is_small
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.machine.assumed import LARGE
@@ -135,8 +135,11 @@ class Axis:
         """Find stored placements, values made of parameters alone, and outputs that are summed after the step."""
         if self.splits_batch:
             for o, (node, i) in zip(self.program.outputs, self._outputs(), strict=True):
-                small = o.wanted is None and math.prod(values_of(node)[i].shape) <= SMALL
-                if small and all(u.op == "output" for u in node.users):
+                if (
+                    o.wanted is None
+                    and is_small(values_of(node)[i].shape)
+                    and all(u.op == "output" for u in node.users)
+                ):
                     self.summed_after.add(node)
         by_name = {p.name: p for p in self.program.stored}
         self.from_parameters, constant = origins(self.program)

@@ -68,11 +68,9 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
                     continue
                 reported.add((why, size))
                 shapes = f"of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}"
-                errors.add(
-                    f"{size}{_noun(node)} ({shapes}) is not divisible by {axis}={n}",
-                    where=f"{why}, {node.meta['source']}",
-                    fix=f"{rank_counts(axis, size, n)}; or {_other_fix(program, axis, why)}",
-                )
+                fault = f"{size}{_noun(node)} ({shapes}) is not divisible by {axis}={n}"
+                fix = f"{rank_counts(axis, size, n)}; or {_other_fix(program, axis, why)}"
+                errors.add(fault, where=f"{why}, {node.meta['source']}", fix=fix)
     errors.raise_any()
 
 

@@ -39,8 +39,6 @@ from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWE
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-#: Arguments about a tensor's device and memory: programs have none, and inference of types does not need them.
-_PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
 UNSCALED = (
@@ -356,7 +354,7 @@ class _Writer:
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         value = node.meta["value"]
         if any(_types(old) != _types(now) for old, now in read.items()):
-            value = values.infer(node.target, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
+            value = values.infer(node.target, args, values.without_place(kwargs))
             value = _regraded(value, node.meta["value"])
         new.meta = {**node.meta, "value": value}
         return new

@@ -7,7 +7,7 @@ Ops of no list follow their operands.
 
 from __future__ import annotations
 
-from shardc.passes.canonical.norm import BATCH_NORMS
+from shardc.passes.canonical.batch_norm import BATCH_NORMS
 
 
 def _of(names: str, *more: str) -> frozenset[str]:

@@ -34,7 +34,7 @@ from torch import fx
 
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph, source_of
-from shardc.ir.patterns import Selector, enclosing, select_modules
+from shardc.ir.patterns import enclosing
 from shardc.ir.program import Program
 from shardc.ir.stage import Region
 from shardc.ir.units import plural, size
@@ -43,6 +43,7 @@ from shardc.passes.base import Pass
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.recompute.region_choice import Choice, StageGraph
 from shardc.spec import Checkpoint as Entry
+from shardc.spec.model_names import Selector, select_modules
 
 
 @dataclass(frozen=True)

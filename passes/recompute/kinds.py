@@ -67,9 +67,6 @@ _OURS = {
     ops.fill_padding,
 }
 
-#: The kinds that `recompute: cheap` means.
-CHEAP = ("elementwise", "norm", "gather")
-
 
 def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
     """Return the kinds of an op. weights: the values that depend on parameters and buffers alone."""

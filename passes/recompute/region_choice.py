@@ -15,11 +15,12 @@ from shardc.machine.assumed import byte_seconds
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.saved import LocalTypes, saved_of
 from shardc.passes.recompute.fewest_bytes import STATISTIC, MinCut
-from shardc.passes.recompute.kinds import CHEAP, kinds
+from shardc.passes.recompute.kinds import kinds
 from shardc.rules.core.registry import seconds_of
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
+from shardc.spec.step_sections import CHEAP
 
 #: Ops with small results that ranks had to exchange: always kept.
 ROUTING = (ops.experts_route, ops.experts_keep, ops.attention_reach)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.ir.program import Program
@@ -15,7 +15,6 @@ from shardc.runtime.checks.hooks import CheckHooks, Model
 from shardc.runtime.checks.optimizer_steps import observe
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import Fact
-from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.state.sources import Weights
 
 
@@ -80,12 +79,11 @@ class Checks(CheckHooks):
     def parts(self, parts: Iterator[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
         return self._weights.passing(parts) if self.compares else parts
 
-    def new_model(self, model: Model) -> None:
+    def new_model(self, model: Any, module: nn.Module | None = None) -> None:
         self._model: Model = weakref.proxy(model)  # weak: a module's model holds these checks
         if self.compares and not self._copied:
             self._weights.check(self._mesh, model.buffers)
-        partial = model.buckets.names | {n for n in model.owned if norm_axes(self._program, n)}
-        self._watched = user_changes.WatchedParameters(self._program, model.owned, model.buckets.shards, partial)
+        self._watched = user_changes.WatchedParameters(model)
 
     def compare_every(self, steps: int) -> None:
         self._check_every = steps if self.compares else 0
@@ -111,14 +109,13 @@ class Checks(CheckHooks):
         return agreement.check(self._mesh, facts, call)
 
     def _compare_copies(self, call: str, optimizer: Optimizer | None) -> None:
-        copies = self._model.owned, self._model.buffers, optimizer
-        replicas.check_replicas(self._program, self._mesh, *copies, step=self._model.rng.step, call=call)
+        replicas.check_replicas(self._model, optimizer, call)
 
     def read_params(self) -> None:
-        marks.watch_parameters(self._program, self._model.owned, self._model.buckets.shards)
+        marks.watch_parameters(self._model)
 
     def gradients(self, *, user_reads: bool = False) -> None:
-        marks.mark_gradients(self._program, self._model.owned, self._model.buckets.shards)
+        marks.mark_gradients(self._model)
 
     def note_weights_read(self) -> None:
         self._source.weights_were_read = True

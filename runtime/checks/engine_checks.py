@@ -19,7 +19,7 @@ from shardc.runtime.checks.optimizer_steps import SteppedOnce
 from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.mesh.agreement import Fact, stated
-from shardc.runtime.zero.optimizer_list import learning_rates
+from shardc.runtime.zero.several_optimizers import learning_rates
 
 
 class EngineChecks(Checks):
@@ -36,8 +36,7 @@ class EngineChecks(Checks):
         self._once = SteppedOnce(optimizer)
         if optimizer is not None and self.compares:
             fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
-            shards = self._model.buckets.shards
-            OptimizerMarks(self._program, self._mesh, self._model.owned, shards, fix).guard(optimizer)
+            OptimizerMarks(self._model, fix).guard(optimizer)
         if self.compares:
             self.call("making an engine", *shared_facts.optimizer_facts(self._program, optimizer))
 

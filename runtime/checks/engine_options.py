@@ -12,8 +12,8 @@ from typing import Any, get_args
 import torch
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import nearest
 from shardc.ir.program import Program
+from shardc.ir.similar_names import nearest
 from shardc.runtime.stage import not_finite
 
 _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
@@ -116,7 +116,14 @@ def check_program(given: Any, call: str) -> None:
 
 
 _NOT_MOVED = "ranks choose their devices, and `precision` of the spec sets the dtype: leave it out"
-MOVES = dict.fromkeys(("cuda", "cpu", "half", "float", "double", "bfloat16"), _NOT_MOVED)
+
+
+def by_name(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return a table with a row for each name of those that share a text: {"train eval": ...}."""
+    return {name: text for names, text in texts.items() for name in names.split()}
+
+
+MOVES = by_name({"cuda cpu half float double bfloat16": _NOT_MOVED})
 
 #: Attributes of DistributedDataParallel and of models, and what a module has instead.
 INSTEAD_OF_MODULE = {
@@ -147,27 +154,17 @@ WRAPPERS = {
 }
 
 #: Attributes of other trainers, and what an engine has instead.
-INSTEAD = {
-    **dict.fromkeys(
-        ("model", "module"),
-        "it holds parts of weights and is not a module: program.module(model) is; see full_state_dict()",
-    ),
-    **dict.fromkeys(("train", "eval"), "step(batch) trains, evaluate(batch) evaluates"),
-    **dict.fromkeys(
-        ("zero_grad", "forward"), "step(batch) does a whole step; backward(batch) and update() are its halves"
-    ),
-    **dict.fromkeys(
-        ("save_checkpoint", "save_pretrained"), "save(folder) keeps all of the state, export(folder) weights"
-    ),
+_OF_ENGINES = {
+    "model module": "it holds parts of weights and is not a module: program.module(model) is; see full_state_dict()",
+    "train eval": "step(batch) trains, evaluate(batch) evaluates",
+    "zero_grad forward": "step(batch) does a whole step; backward(batch) and update() are its halves",
+    "save_checkpoint save_pretrained": "save(folder) keeps all of the state, export(folder) weights",
     "load_checkpoint": "load(folder) reads what save(folder) wrote",
-    **dict.fromkeys(
-        ("parameters", "named_parameters"),
-        "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
-    ),
-    **MOVES,
+    "parameters named_parameters": "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
     "state_dict": "full_state_dict() has the whole weights, save(folder) and load(folder) all of the state",
     "load_state_dict": "make the engine from weights, program.engine(model, weights=...); load(folder) reads all state",
 }
+INSTEAD = MOVES | by_name(_OF_ENGINES)
 
 
 @functools.cache
@@ -180,9 +177,7 @@ _HELD = {
     "lr": "write it into the optimizer, for g in engine.optimizer.param_groups: g['lr'] = ...; or pass a scheduler",
     "step_count": "engine.load(folder) continues from a checkpoint",
     "program": "engine.to(program) is an engine under another plan",
-    **dict.fromkeys(
-        ("params", "owned"), "write into the parameters: with torch.no_grad(): engine.params[name].copy_(value)"
-    ),
+    **by_name({"params owned": "write into the parameters: with torch.no_grad(): engine.params[name].copy_(value)"}),
 }
 
 

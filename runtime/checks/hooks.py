@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardc.runtime.mesh.agreement import Fact
 
 if TYPE_CHECKING:
+    from shardc.ir.program import Program
     from shardc.runtime.data.loader import Loader
     from shardc.runtime.rng import Rng
     from shardc.runtime.state.sources import Weights
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """A rank's part of the model as checks see it (shardc.runtime.step.local_model)."""
 
+    program: Program
+    mesh: Any
     rng: Rng
     buckets: Buckets
 
@@ -55,8 +58,8 @@ class CheckHooks:
         """Record this rank's parts of parameters, as they are made."""
         return parts
 
-    def new_model(self, model: Model) -> None:
-        """Check the new parameters and buffers."""
+    def new_model(self, model: Any, module: nn.Module | None = None) -> None:
+        """Check new parameters and buffers, a `Model`; watch a module's submodules and parameters from now on."""
 
     def optimizer(self, optimizer: Optimizer | None) -> None:
         """Check the new optimizer, before its schedulers are made."""
@@ -107,12 +110,6 @@ class CheckHooks:
         """Take over the checks of an engine whose weights this one's engine takes over."""
 
     # --- of a module alone
-
-    def watch_module(self, module: nn.Module, updates: Any) -> None:
-        """Start watching a module's submodules and parameters.
-
-        updates: whether parameters may have changed since they were last gathered.
-        """
 
     def mode(self, *, training: bool) -> None:
         """Check the user's call of `train()`."""

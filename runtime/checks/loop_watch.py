@@ -14,23 +14,21 @@ they were equal on all ranks before it and differ after it, they drift.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
+from shardc.runtime.checks.hooks import Model
 from shardc.runtime.checks.marks import OptimizerMarks
 from shardc.runtime.checks.optimizer_steps import observe, observers
 from shardc.runtime.checks.shared_facts import plain_settings, rates_fact
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
-from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_check import check_sharded
-from shardc.runtime.zero.optimizer_list import class_of
+from shardc.runtime.zero.several_optimizers import class_of
 
 _SAME_LOSS = (
     "the module returns the loss of the whole batch, the same on all ranks: a factor or term computed from this rank's "
@@ -44,25 +42,14 @@ _OTHERS_FIX = (
 
 
 class LoopWatch:
-    """Watches the optimizers of a loop, and the gradients of the loss. params: the module's, by placeholder name.
-
-    shards: their flat shards (ZeRO). compares: whether other ranks compare.
-    """
+    """Watches the optimizers of a loop, and the gradients of the loss. compares: whether other ranks compare."""
 
     FORWARDS = 3  # training forwards after which it is an error that only the plain model was stepped
 
-    def __init__(
-        self,
-        program: Program,
-        params: Mapping[str, nn.Parameter],
-        shards: Mapping[str, FlatShard],
-        mesh: Any,
-        *,
-        compares: bool,
-    ) -> None:
-        self._program, self._params, self._shards, self._mesh = program, params, shards, mesh
-        self._compares = compares
-        self.names = {id(p): name for name, p in params.items()}
+    def __init__(self, model: Model, *, compares: bool) -> None:
+        self._program, self._mesh, self._compares = model.program, model.mesh, compares
+        self._params, self._shards = model.owned, model.buckets.shards
+        self.names = {id(p): name for name, p in model.owned.items()}
         self._gradients: list[tuple[Tensor, Any]] = []  # host copies, with the event of a pending copy
         self._rates: list[float | None] = []
         self._settings: list[object] = []
@@ -70,7 +57,7 @@ class LoopWatch:
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
         self._forwards: int | None = 0  # in training; None: an optimizer has stepped the module
         fix = "save with module.save(folder, optimizer) on all ranks, and load with module.load(folder, optimizer)"
-        self._marks = OptimizerMarks(program, mesh, params, shards, fix)
+        self._marks = OptimizerMarks(model, fix)
         observe(self)
 
     def stepping(self, optimizer: Optimizer) -> None:

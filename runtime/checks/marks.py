@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.checks import tensor_parts
+from shardc.runtime.checks.hooks import Model
 from shardc.runtime.checks.tensor_parts import Origin, refuse
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import Fact, fingerprint, hashed
 from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.zero.flat_partition import FlatShard
-from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.zero.several_optimizers import members_of
 
 #: The mark's key in a state_dict.
 KEY = "shardc"
@@ -39,31 +39,26 @@ KEY = "shardc"
 # --- parameters and gradients -----------------------------------------------------------------------------------------
 
 
-def watch_parameters(program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]) -> None:
-    """Make `ParameterPart`s of split parameters. params: by placeholder name; shards: those that are flat shards.
-
-    Of a module at once; of an engine when somebody reads them.
-    """
-    for x, p, dims in _split(program, params, shards):
+def watch_parameters(model: Model) -> None:
+    """Make `ParameterPart`s of split parameters: of a module at once; of an engine when somebody reads them."""
+    for x, p, dims in _split(model):
         if type(p) is nn.Parameter:  # not a tensor of tensors, such as a quantised weight
             tensor_parts.make_part(p, dims, Origin(x.fqn, tuple(x.shape), grad=False))
 
 
-def mark_gradients(program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]) -> None:
-    """Make the gradients of split parameters `TensorPart`s. params, shards: see `watch_parameters`."""
-    for x, p, dims in _split(program, params, shards):
+def mark_gradients(model: Model) -> None:
+    """Make the gradients of split parameters `TensorPart`s."""
+    for x, p, dims in _split(model):
         if p.grad is not None and type(p.grad) is Tensor:
             p.grad = tensor_parts.part(p.grad, dims, Origin(x.fqn))
 
 
-def _split(
-    program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]
-) -> Iterator[tuple[Param, nn.Parameter, frozenset[int] | None]]:
+def _split(model: Model) -> Iterator[tuple[Param, nn.Parameter, frozenset[int] | None]]:
     """Yield parameters of which ranks hold different parts, with the split dims; None: a flat shard."""
-    for x in program.params:
-        if x.name in params and norm_axes(program, x.name):
-            split_dims = frozenset(s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1)
-            yield x, params[x.name], None if x.name in shards else split_dims
+    for x in model.program.params:
+        if x.name in model.owned and norm_axes(model.program, x.name):
+            split_dims = frozenset(s.dim for a, s in x.layout.shards() if model.program.mesh.size(a) > 1)
+            yield x, model.owned[x.name], None if x.name in model.buckets.shards else split_dims
 
 
 def refuse_checkpoint(x: Tensor, fqn: str) -> None:
@@ -86,19 +81,19 @@ def _no_state() -> None:
 
 
 class Slices:
-    """This rank's slices of a program's parameters and buffers. shards: flat shards of ZeRO, by placeholder name.
+    """This rank's slices of a model's parameters and buffers.
 
     .split: names of which any rank has a slice, the same on all ranks: at ZeRO one may have all of a weight, and the
     others nothing.
     """
 
-    def __init__(self, program: Program, mesh: Any, shards: Mapping[str, FlatShard]) -> None:
-        self._rank, self._text = mesh.rank, dict[str, str]()
+    def __init__(self, model: Model) -> None:
+        self._rank, self._text = model.mesh.rank, dict[str, str]()
         self.split: set[str] = set()
-        for x in (x for x in program.params_and_buffers if x.fqn):
+        for x in (x for x in model.program.params_and_buffers if x.fqn):
             names = (x.fqn, *x.aliases)
-            self._text |= dict.fromkeys(names, _slice(x, mesh, shards.get(x.name)))
-            if norm_axes(program, x.name) if isinstance(x, Param) else x.layout.shards():
+            self._text |= dict.fromkeys(names, _slice(x, model.mesh, model.buckets.shards.get(x.name)))
+            if norm_axes(model.program, x.name) if isinstance(x, Param) else x.layout.shards():
                 self.split |= set(names)
 
     def mark(self, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -137,22 +132,19 @@ def _slice(x: Param | Buffer, mesh: Any, shard: FlatShard | None) -> str:
     return text
 
 
-def check_loaded(program: Program, mesh: Any, params: Mapping[str, Tensor]) -> None:
-    """Raise ShardcError, on all ranks, if all loaded the same values into different slices. Collective.
-
-    params: this rank's, by placeholder name.
-    """
+def check_loaded(model: Model) -> None:
+    """Raise ShardcError, on all ranks, if all loaded the same values into different slices. Collective."""
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-    for name, p in params.items():
-        if axes := norm_axes(program, name):
+    for name, p in model.owned.items():
+        if axes := norm_axes(model.program, name):
             x, same_axes = p.detach(), by_axes.setdefault(axes, [])
             if x.numel() and bool((x != x.reshape(-1)[0]).any()):  # constants (zeros, ones) may be equal on all ranks
                 same_axes.append(x)
     facts = [
-        Fact("what was loaded", fingerprint(xs) if xs else hashed("constant", mesh.rank), axes)
+        Fact("what was loaded", fingerprint(xs) if xs else hashed("constant", model.mesh.rank), axes)
         for axes, xs in sorted(by_axes.items())
     ]
-    equal_facts = agreement.check(mesh, facts, "forward")
+    equal_facts = agreement.check(model.mesh, facts, "forward")
     if facts and all(f in equal_facts for f in facts):
         fault = "all ranks loaded the same values into parameters of which each rank has a different slice"
         fix = "load what this rank saved; or save with module.save(folder, optimizer) on all ranks, which any mesh"
@@ -161,17 +153,12 @@ def check_loaded(program: Program, mesh: Any, params: Mapping[str, Tensor]) -> N
 
 
 class OptimizerMarks:
-    """Marks and checks optimizer states. params: the optimizer's, by placeholder name.
+    """Marks and checks states of an optimizer of a model's parameters. fix: how to save and load instead."""
 
-    shards: the flat shard of each (ZeRO). fix: how to save and load instead.
-    """
-
-    def __init__(
-        self, program: Program, mesh: Any, params: Mapping[str, nn.Parameter], shards: Mapping[str, FlatShard], fix: str
-    ) -> None:
-        self._slices, self._fix = Slices(program, mesh, shards), fix
-        held = ((x, params[x.name]) for x in program.params if x.name in params)
-        self._here = {id(p): (x.fqn, x.shape, tuple(p.shape)) for x, p in held}
+    def __init__(self, model: Model, fix: str) -> None:
+        self._slices, self._fix = Slices(model), fix
+        here = ((x, model.owned[x.name]) for x in model.program.params if x.name in model.owned)
+        self._here = {id(p): (x.fqn, x.shape, tuple(p.shape)) for x, p in here}
 
     def guard(self, optimizer: Optimizer) -> None:
         """Mark each state that the optimizer saves, and check each that it loads."""

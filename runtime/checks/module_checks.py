@@ -19,7 +19,7 @@ from shardc.runtime.checks.loop_watch import LoopWatch
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_CALLS, DisagreementError, Fact, stated
-from shardc.runtime.zero.optimizer_list import learning_rates
+from shardc.runtime.zero.several_optimizers import learning_rates
 from shardc.torch_private import current_backward
 
 _FIX_EVALUATE = (
@@ -39,11 +39,12 @@ class ModuleChecks(Checks):
         super().__init__(program, mesh, "a module", copied=copied)
         self._unmarked = False
 
-    def watch_module(self, module: nn.Module, updates: Any) -> None:
-        owned, shards = self._model.owned, self._model.buckets.shards
-        fixed = [p for name, p in owned.items() if name in shards]
-        self._module, self._updates = user_changes.Snapshot(module, fixed), updates
-        self._loop = LoopWatch(self._program, owned, shards, self._mesh, compares=self.compares)
+    def new_model(self, model: Any, module: nn.Module | None = None) -> None:
+        assert module is not None
+        super().new_model(model)
+        fixed = [p for name, p in self._model.owned.items() if name in self._model.buckets.shards]
+        self._module, self._updates = user_changes.Snapshot(module, fixed), model.updates
+        self._loop = LoopWatch(self._model, compares=self.compares)
         self.read_params()
 
     def mode(self, *, training: bool) -> None:
@@ -72,7 +73,7 @@ class ModuleChecks(Checks):
         if self._compare_batch("forward", batch, local=local):
             raise DisagreementError(f"{shared_facts.ROWS} differs between ranks", where="module(...)", fix=_FIX_ROWS)
         if self._unmarked:
-            marks.check_loaded(self._program, self._mesh, self._model.owned)
+            marks.check_loaded(self._model)
             self._unmarked = False
         step = self._model.rng.step
         if self._model.rng.training and self._check_every and step and step % self._check_every == 0:

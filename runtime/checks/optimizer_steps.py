@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardc.errors import ShardcError
 from shardc.runtime.checks import tensor_parts
-from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.mesh.step_context import changed
+from shardc.runtime.zero.several_optimizers import members_of
 
 
 class Observer(Protocol):
@@ -91,13 +92,8 @@ class SteppedOnce:
             fix += " are its halves; program.module(model) is for a loop that steps the optimizer"
             raise ShardcError(fault, where=f"{type(optimizer).__name__}.step()", fix=fix)
 
-    @contextmanager
-    def engine_step(self) -> Iterator[None]:
-        self._allowed = True
-        try:
-            yield
-        finally:
-            self._allowed = False
+    def engine_step(self) -> AbstractContextManager[None]:
+        return changed(self, _allowed=True)
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
         """Record the step counts of the engine's schedulers."""

@@ -11,17 +11,9 @@ from torch import Tensor
 from shardc.ir.program import Program
 from shardc.runtime.data.inputs import batch_dims, leaves, name_of, type_name
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.mesh.agreement import (
-    SAME_BATCH,
-    SAME_OPTIMIZER,
-    SAME_PROGRAM,
-    Fact,
-    fingerprint,
-    hashed,
-    slots_of,
-    stated,
-)
-from shardc.runtime.zero.optimizer_list import class_of, rates_text
+from shardc.runtime.mesh import agreement
+from shardc.runtime.mesh.agreement import SAME_BATCH, SAME_OPTIMIZER, Fact, fingerprint, hashed, slots_of, stated
+from shardc.runtime.zero.several_optimizers import class_of, rates_text
 
 
 def program_facts(program: Program, *, seed: int, **options: object) -> list[Fact]:
@@ -33,7 +25,7 @@ def program_facts(program: Program, *, seed: int, **options: object) -> list[Fac
     value = hashed(stored, graphs, program.buckets, program.microbatches, order)
     return [
         stated("the version of torch", str(torch.__version__), fix="install the same version on all machines"),
-        Fact("the program", value, fix=SAME_PROGRAM, shown=size),
+        Fact("the program", value, fix=agreement.SAME_PROGRAM, shown=size),
         stated("the seed", seed, fix="use the same seed on all ranks"),
         *(stated(name, value, fix=f"use the same {name} on all ranks") for name, value in options.items()),
     ]
@@ -48,7 +40,7 @@ def joint_facts(program: Program, mesh: Any) -> list[Fact]:
     local = [s for i, s in enumerate(program.stages) if program.schedule is None or program.schedule.placement[i] == at]
     texts = [str(graph) for s in local if s.joint is not None for graph in s.joint.graphs.values()]
     axes = (program.axis,) if program.axis else ()
-    return [Fact("the graphs of a step", hashed(texts), axes, fix=SAME_PROGRAM)]
+    return [Fact("the graphs of a step", hashed(texts), axes, fix=agreement.SAME_PROGRAM)]
 
 
 def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -> list[Fact]:

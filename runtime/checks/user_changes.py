@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
+from shardc.runtime.checks.hooks import Model
+from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 #: {name of the changed thing: note}.
 Notes = dict[str, str]
@@ -236,18 +238,16 @@ def _text(value: Any) -> str:
 
 
 class WatchedParameters:
-    """The parameters of an optimizer, as they are when it is made.
+    """The parameters that an optimizer steps, as they are when the model is new."""
 
-    sharded: those of which a rank has a flat shard (ZeRO): backward sees what they were cut from. partial: those whose
-    gradient is not whole and final after backward: it is summed over ranks later, or is that of a part.
-    """
-
-    def __init__(
-        self, program: Program, params: Mapping[str, nn.Parameter], sharded: Collection[str], partial: Collection[str]
-    ) -> None:
-        self._params, self._sharded, self._partial = params, sharded, partial
+    def __init__(self, model: Model) -> None:
+        self._params, program = model.owned, model.program
+        #: Those of which a rank has a flat shard (ZeRO): backward sees what they were cut from.
+        self._sharded = model.buckets.shards.keys()
+        #: Those whose gradient is not whole and final after backward: it is summed later, or is that of a part.
+        self._partial = model.buckets.names | {n for n in model.owned if norm_axes(program, n)}
         self._fqns = {p.name: p.fqn for p in program.params}
-        self._then = {name: _Parameter.of(p) for name, p in params.items()}
+        self._then = {name: _Parameter.of(p) for name, p in model.owned.items()}
 
     def check(self) -> None:
         """Raise ShardcError for released parameters, frozen sharded ones, and hooks on partial gradients."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import match, nearest
+from shardc.ir.patterns import match
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.shard_chunks import chunks, widen
+from shardc.ir.similar_names import nearest
 from shardc.ir.stored import Input
 from shardc.ir.type_text import DTYPES
 from shardc.torch_private import is_traceable_wrapper_subclass

@@ -23,7 +23,7 @@ from shardc.ir.program import Program
 from shardc.runtime.data.inputs import batch_dims, mapped, name_of
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.data.worker import Reader, Stream
+from shardc.runtime.data.worker import Reader, Stream, started
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Loader:
         size = None if self._is_stream() else len(dataset)
         # a separate object, not this one: DataLoader holds its sampler, and workers only end at once if there is no
         # reference cycle
-        shuffled = size is not None if shuffle is None else shuffle
-        self.order = Order(size, self.batch_size, self._samples(), shuffled, seed, rest=not drop_last)
+        shuffle = size is not None if shuffle is None else shuffle
+        self.order = Order(size, self.batch_size, self._samples(), shuffle, seed, rest=not drop_last)
         self._check(drop_last, num_workers, options)
         self._collate = collate_fn or default_collate
         # the workers' seeds come from a separate generator: the process's is unchanged
@@ -95,7 +95,7 @@ class Loader:
         sample_errors).
         """
         stream, nonempty = self.order.size is None, self.consumed > 0
-        for part in self._reader():
+        for part in started(self._reader()):
             if isinstance(part, Failed):
                 raise part.again()
             nonempty, rest = True, self.order.at_rest

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardc.runtime.data.inputs import leaves, name_of
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.data.sample_errors import Failed
-from shardc.runtime.data.worker import Reader
+from shardc.runtime.data.worker import Reader, started
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import DisagreementError, Fact, fingerprint, hashed
 
@@ -71,7 +71,7 @@ def _digests(loader: Loader, indices: list[int]) -> list[int | None]:
     options = loader.options | {"persistent_workers": False, "pin_memory": False, "generator": torch.Generator()}
     options["num_workers"] = min(1, options["num_workers"])
     reader = Reader(loader.dataset, list, loader.order.seed)
-    return list(DataLoader(_Digests(reader, indices), batch_size=None, **options))
+    return list(started(DataLoader(_Digests(reader, indices), batch_size=None, **options)))
 
 
 class _Digests(Dataset[Any]):

@@ -75,13 +75,7 @@ class Order(Sampler[list[Key]]):
             self.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "consumed": self.consumed,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "size": self.size,
-        }
+        return {name: getattr(self, name) for name in ("epoch", "consumed", "seed", "shuffle", "size")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])

@@ -9,9 +9,11 @@ independent of other work in their processes, and so does a resumed run. The pro
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 from shardc.errors import ShardcError
 from shardc.runtime.data.sample_errors import Failed, add_note, named
 from shardc.runtime.data.sampler import Key
+from shardc.runtime.launch import short_sockets
 from shardc.runtime.rng import key
 
 # Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them.
@@ -129,7 +132,7 @@ class Stream(IterableDataset[Any]):
     def _parts(self) -> Iterator[Any]:
         state = _State()
         with _draws((self.seed, 3, self.epoch), state):
-            if hasattr(self.dataset, "set_epoch"):  # torch's distributed samplers and Hugging Face's datasets have it
+            if hasattr(self.dataset, "set_epoch"):  # as torch's distributed samplers and Hugging Face's datasets do
                 self.dataset.set_epoch(self.epoch)
             stream = iter(self.dataset)
             next(itertools.islice(stream, self.consumed, self.consumed), None)  # skip
@@ -148,6 +151,19 @@ class Stream(IterableDataset[Any]):
                 part = _collated(self.collate, [items[i] for i in self.mine], [position + i for i in self.mine])
             position += self.batch
             yield part
+
+
+def started(data: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator of data; a DataLoader starts its workers then. Raises ShardcError if they cannot get it."""
+    short_sockets()
+    try:
+        return iter(data)
+    except (AttributeError, TypeError, pickle.PicklingError) as e:
+        if not getattr(data, "num_workers", 0) or not re.search("pickle|local object", str(e)):
+            raise
+        fault = f"workers that start as new Python processes (spawn, forkserver) cannot get the data: {e}"
+        fix = "define functions and classes at the top level of the file, or DataLoader(multiprocessing_context='fork')"
+        raise ShardcError(fault, where="data", fix=fix) from e
 
 
 def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: Sequence[int]) -> Any:

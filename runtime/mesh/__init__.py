@@ -10,8 +10,8 @@
     presence      joins this process to its world early: where ranks meet, which are there
     activity      records what a rank is doing
     watch         names the rank that keeps the others waiting, and passes an error of one rank to all others
-    waits         measures how long a rank waits for its collectives
-    processes     which ranks of this machine have ended or are stopped
+    wait_times    measures how long a rank waits for its collectives
+    local_processes  which ranks of this machine have ended or are stopped
     allocator     what the C library does with freed memory on a CPU
 
 A program does not depend on the kind of mesh. Collectives return new tensors and never change their argument.

@@ -18,7 +18,7 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.metadata import CommRecord
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.step_context import StepContext
-from shardc.runtime.mesh.waits import Waits
+from shardc.runtime.mesh.wait_times import Waits
 
 Axes = tuple[str, ...]
 #: Numbers of rows for and from each rank; empty: equally many.
@@ -194,46 +194,29 @@ class RankMesh(ABC):
 
     def all_to_all(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
         """Send part i of parts [ranks, ...] to rank i of the axis; return the received parts, by rank."""
-        return self.all_to_all_rows(parts, [], [], (axis,), direction=direction, tag=tag)
+        return self.all_to_all_rows(parts, ([], []), (axis,), direction=direction, tag=tag)
 
-    def all_to_all_rows(
-        self,
-        x: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        axes: Axes,
-        *,
-        direction: str = "forward",
-        tag: str = "",
-    ) -> Tensor:
-        """Send sent[i] consecutive rows of x to rank i of the group; return the received rows, by rank.
+    def all_to_all_rows(self, x: Tensor, rows: Rows, axes: Axes, *, direction: str = "forward", tag: str) -> Tensor:
+        """Send rows[0][i] consecutive rows of x to rank i of the group; return the received rows, by rank.
 
-        x [rows, ...]. received: the number of rows from each rank. Numbers may be 0; none: equally many for all.
+        x [rows, ...]. rows[1]: the number of rows from each rank. Numbers may be 0; none: equally many for all.
         """
         if self.members(axes) == 1:
             return x
         with self._blocking("all_to_all", axes, x.nbytes, direction, tag):
-            into = x.new_empty((sum(received) if received else len(x), *x.shape[1:]))
-            self._all_to_all(x.detach().contiguous(), into, (list(sent), list(received)), axes, tag, False).wait()
+            into = x.new_empty((sum(rows[1]) if rows[1] else len(x), *x.shape[1:]))
+            self._all_to_all(x.detach().contiguous(), into, rows, axes, tag, False).wait()
         return into
 
     def start_all_to_all_rows(
-        self,
-        x: Tensor,
-        into: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        axes: Axes,
-        *,
-        direction: str = "forward",
-        tag: str = "",
+        self, x: Tensor, into: Tensor, rows: Rows, axes: Axes, *, direction: str = "forward", tag: str
     ) -> Work:
-        """Start all_to_all_rows in the background, into a tensor of `sum(received)` rows. Both are contiguous."""
+        """Start all_to_all_rows in the background, into a tensor of `sum(rows[1])` rows. Both are contiguous."""
         if self.members(axes) == 1:
             into.copy_(x)
             return Work()
         self._note("all_to_all", axes, x.nbytes, direction, tag)
-        work = self._all_to_all(x, into, (list(sent), list(received)), axes, tag, True)
+        work = self._all_to_all(x, into, rows, axes, tag, True)
         return self._background(work, "all_to_all", axes, x.nbytes)
 
     def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:

@@ -25,10 +25,8 @@ def local_device(device: torch.device | str | None = None) -> torch.device:
     if chosen.type == "cuda":
         chosen = torch.device("cuda", _gpu(chosen.index))
     if dist.is_initialized() and backend_of(chosen.type) == "":
-        raise ShardcError(
-            f"torch.distributed's process group has no backend for {chosen.type} tensors: it has {_backends()}",
-            fix='call init_process_group() without a backend, or with "cpu:gloo,cuda:nccl"',
-        )
+        fault = f"torch.distributed's process group has no backend for {chosen.type} tensors: it has {_backends()}"
+        raise ShardcError(fault, fix='call init_process_group() without a backend, or with "cpu:gloo,cuda:nccl"')
     return chosen
 
 
@@ -50,10 +48,8 @@ def share_no_gpu(store: Any, rank: int, here: torch.device) -> None:
     with waiting():
         same = [r for r in beside if store.get(f"shardc/gpu/{r}").decode() == uuid]
     if len(same) > 1:
-        raise ShardcError(
-            f"ranks {', '.join(map(str, same))} use the same GPU ({here}, {uuid})",
-            fix="start one process for each GPU: torchrun --nproc-per-node=gpu, srun --gpus-per-task=1",
-        )
+        fix = "start one process for each GPU: torchrun --nproc-per-node=gpu, srun --gpus-per-task=1"
+        raise ShardcError(f"ranks {', '.join(map(str, same))} use the same GPU ({here}, {uuid})", fix=fix)
 
 
 def _default_type() -> str:
@@ -74,16 +70,12 @@ def _gpu(index: int | None) -> int:
     visible = torch.cuda.device_count()
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if index is None and visible > 1 and local_world > visible:
-        raise ShardcError(
-            f"this machine runs {local_world} ranks, but has {visible} GPUs",
-            fix=f"start {visible} processes here, or train on the CPU: CUDA_VISIBLE_DEVICES=''",
-        )
+        fault = f"this machine runs {local_world} ranks, but has {visible} GPUs"
+        raise ShardcError(fault, fix=f"start {visible} processes here, or train on the CPU: CUDA_VISIBLE_DEVICES=''")
     chosen = index if index is not None else 0 if visible == 1 else local_rank
     if chosen >= visible:
-        raise ShardcError(
-            f"there is no GPU {chosen}: this process sees {visible or 'none'}",
-            fix="name a GPU that CUDA_VISIBLE_DEVICES leaves visible, or device='cpu'",
-        )
+        fault = f"there is no GPU {chosen}: this process sees {visible or 'none'}"
+        raise ShardcError(fault, fix="name a GPU that CUDA_VISIBLE_DEVICES leaves visible, or device='cpu'")
     return chosen
 
 

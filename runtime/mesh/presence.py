@@ -30,12 +30,11 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from shardc.runtime.launch import LEFT_OVER, LOOPBACK, NAMED
-from shardc.runtime.mesh.processes import Processes
+from shardc.runtime.launch import LEFT_OVER, LOOPBACK
+from shardc.runtime.mesh.local_processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
+from shardc.runtime.time_limits import LATE_RANK_0, NAMED
 
-#: After so many times the seconds of rank 1, the other ranks report a late rank 0, too.
-LATER = 4
 #: What `begin` has made, and its activity, which ends when a TorchMesh takes it over.
 _begun: list[tuple[Watch, contextlib.ExitStack]] = []
 
@@ -121,15 +120,13 @@ def _new_store(timeout: timedelta, named: float) -> tuple[Any, int, int]:
     address, port, rank, world = env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"])
     options: dict[str, Any] = {"multi_tenant": True, "wait_for_workers": False}
     if rank == 0 and address == LOOPBACK and not agent:
-        with (
-            socket.socket() as listener,
-            contextlib.suppress(OSError),
-        ):  # in use by a store of this process, which is shared
+        # in use: by a store of this process, which is shared
+        with socket.socket() as listener, contextlib.suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((LOOPBACK, port))
             listener.listen(world)
             options["master_listen_fd"] = listener.detach()
-    seconds = named if rank == 1 else LATER * named
+    seconds = named if rank == 1 else LATE_RANK_0 * named
     where = f"to {address}:{port}, where ranks meet, for {seconds:.0f} s"
     message = f"{who} has not arrived {where}: it is stopped, starts slowly, or its machine is gone"
     message += f"; if no launcher started this process, {LEFT_OVER}"

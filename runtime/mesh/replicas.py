@@ -16,15 +16,8 @@ from torch import Tensor
 
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.mesh.agreement import (
-    CallsDifferError,
-    DisagreementError,
-    Fact,
-    check,
-    fingerprint,
-    fingerprints,
-    hashed,
-)
+from shardc.runtime.mesh import agreement
+from shardc.runtime.mesh.agreement import DisagreementError, Fact, check, fingerprint, fingerprints, hashed
 
 #: Steps between two checks of all replicas.
 CHECK_EVERY = 256
@@ -81,32 +74,24 @@ class InitialFingerprints:
             _check(mesh, facts, "making an engine")
 
 
-def check_replicas(
-    program: Program,
-    mesh: Any,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    step: int,
-    call: str = "comparing replicas",
-) -> None:
+def check_replicas(model: Any, optimizer: torch.optim.Optimizer | None, call: str) -> None:
     """Compare the copies that ranks hold, after some training. Collective.
 
-    params: what the optimizer updates, by placeholder name: at ZeRO >= 1 a stretch of each. step: the last one, for the
-    error. Raises ReplicasDifferError, on all ranks: what, on which ranks.
+    model: shardc.runtime.checks.hooks.Model. The optimizer updates its `.owned`: at ZeRO >= 1 a stretch of each. Raises
+    ReplicasDifferError, on all ranks: what, on which ranks.
     """
+    mesh = model.mesh
     copies: list[tuple[str, tuple[str, ...], list[Tensor]]] = []
-    for x, axes in _parts(program, owned=True):
+    for x, axes in _parts(model.program, owned=True):
         if all(mesh.layout.size(a) == 1 for a in mesh.layout.names if a not in axes):
             continue  # no other rank has it
-        tensor = buffers.get(x.name) if isinstance(x, Buffer) else params.get(x.name)
+        tensor = (model.buffers if isinstance(x, Buffer) else model.owned).get(x.name)
         copies.append((_named(x), axes, [] if tensor is None else [tensor]))
         if isinstance(x, Param):
             state = optimizer.state.get(tensor, {}) if optimizer is not None and tensor is not None else {}
             values = [v for _, v in sorted(state.items()) if isinstance(v, Tensor)]
             copies.append((f"the optimizer's state of {x.fqn}", axes, values))
-    where = f"after step {step}"
+    where = f"after step {model.rng.step}"
     prints = fingerprints(tensors for _, _, tensors in copies)
     facts = [Fact(name, n, axes, where, REPAIR) for (name, axes, _), n in zip(copies, prints, strict=True)]
     _check(mesh, facts, call, ReplicasDifferError)
@@ -139,6 +124,6 @@ def _check(mesh: Any, facts: Iterable[Fact], call: str, kind: type[DisagreementE
     try:
         check(mesh, together, call, kind)
     except kind as e:
-        if not isinstance(e, CallsDifferError):
+        if not isinstance(e, agreement.CallsDifferError):
             check(mesh, [f for same_axes in by_axes.values() for f in same_axes], call, kind)
         raise  # ranks do different things; or only the combined hashes differ, so that no weight can be named

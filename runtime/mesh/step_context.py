@@ -8,6 +8,7 @@ forward. The interpreter and the engine set it; ops and collectives read it, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,22 +72,21 @@ class StepContext:
         """Make this microbatch the current one."""
         self.microbatch = MicrobatchContext(index, count, tuple(totals), works or {})
 
-    @contextmanager
-    def training(self, launch: Callable[[], None] | None = None, host_copies: Any = None) -> Iterator[None]:
-        """Mark the context of a training step's graph. launch: in backward; host_copies: in forward."""
-        before = self.trains, self.launch, self.host_copies
-        self.trains, self.launch, self.host_copies = True, launch, host_copies
-        try:
-            yield
-        finally:
-            self.trains, self.launch, self.host_copies = before
-            self.repeats = False  # the error may be from a repeated line
+    def training(self, launch: Callable[[], None] | None = None, host_copies: Any = None) -> Context[None]:
+        """Mark a training step's graph. launch: in backward; host_copies: in forward. Errors may leave `repeats` on."""
+        return changed(self, trains=True, launch=launch, host_copies=host_copies, repeats=False)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> Context[None]:
         """Mark the context of a backward graph."""
-        before, self.in_backward = self.in_backward, True
-        try:
-            yield
-        finally:
-            self.in_backward = before
+        return changed(self, in_backward=True)
+
+
+@contextmanager
+def changed(of: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object inside this context."""
+    before = {name: getattr(of, name) for name in values}
+    vars(of).update(values)
+    try:
+        yield
+    finally:
+        vars(of).update(before)

@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import NAMED, check_variables
+from shardc.runtime.launch import check_variables
 from shardc.runtime.mesh import presence
 from shardc.runtime.mesh.agreement import check, differ, stated
 from shardc.runtime.mesh.allocator import keep_freed
@@ -32,6 +32,7 @@ from shardc.runtime.mesh.base import Axes, RankMesh, Rows, Work
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
 from shardc.runtime.mesh.presence import not_inherited
 from shardc.runtime.mesh.watch import RankFailedError, Watch, cut_off
+from shardc.runtime.time_limits import MEET_AGAIN, NAMED
 from shardc.torch_private import count_groups_from, default_store, let_workers_end, process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and torch 2.11 has no new ones
@@ -43,9 +44,6 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or di
 #: ranks on 2 cores 2.7 against 7.0; 64 KiB: 0.68 against 0.88, 2.6 against 5.7). So for a gather (2 ranks, 4 to 128
 #: KiB: 0.2 to 0.3 ms against 0.3 to 0.4). NCCL makes this choice itself.
 ONE_SHOT = 1 << 18
-
-#: How long ranks wait for each other when they meet again after an error.
-AGAIN = timedelta(seconds=30)
 
 #: The meshes of this process. Meshes of one world share groups: a group stays open while any of them holds it.
 _HERE: WeakSet[TorchMesh] = WeakSet()
@@ -320,7 +318,7 @@ class TorchMesh(RankMesh):
             raise RankFailedError("some ranks have ended", where="meeting again")
         store = dist.PrefixStore(f"shardc/again{self.watch.failures}", self.watch.store)  # type: ignore[attr-defined]
         with not_inherited():
-            _enter(store, self.rank, self.layout.world, self.device, AGAIN)
+            _enter(store, self.rank, self.layout.world, self.device, timedelta(seconds=MEET_AGAIN))
         axes = [tuple(sorted(names)) for names in self._groups]
         self._groups.clear()
         self._connect(axes)

@@ -44,12 +44,9 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import GAVE_UP, LEFT_OVER
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
-from shardc.runtime.mesh.processes import KILLED, Processes
+from shardc.runtime.mesh.local_processes import KILLED, Processes
+from shardc.runtime.time_limits import CAUSE, COMMON_ERROR, ENDED
 
-#: Seconds for all ranks to report an error that all have; seconds for a disconnected rank to find the cause.
-OWN, CAUSE = 3.0, 10.0
-#: After this many times the seconds until it is named, the others end if a rank does not answer.
-ENDED = 8
 _OVER = "shardc/watch/over"  # key of the store: why all ranks end
 _SHOWN = 8  # ranks that a message lists
 _ANY = Mesh(())  # names ranks without coordinates
@@ -160,7 +157,7 @@ class Watch:
         everybody, every = [self._key(r) for r in range(self.world)], False
         with contextlib.suppress(RuntimeError):  # the store went with its process: this rank's own error counts
             self.store.set(self._key(self.rank), f"failed in {doing}: {type(error).__name__}: {first}")
-            every = within(OWN, lambda: self.store.check(everybody))
+            every = within(COMMON_ERROR, lambda: self.store.check(everybody))
         self.failures += 1
         return every
 
@@ -192,10 +189,8 @@ class Watch:
             fault = f"the connection to another rank broke in {doing}: its process was killed or hangs"
         fix = "see the error of that rank; continue from the last checkpoint"
         if "ended without an error" in fault:  # such as `if rank == 0: module.full_state_dict()`
-            fix = (
-                "see the error of that rank, and continue from the last checkpoint; if it has none, call this on every"
-                " rank, not only on some: all ranks run steps, saving and full_state_dict together"
-            )
+            fix = "see the error of that rank, and continue from the last checkpoint; if it has none, call this on"
+            fix += " every rank, not only on some: all ranks run steps, saving and full_state_dict together"
         return RankFailedError(fault, where=doing, fix=fix)
 
     def _key(self, rank: int) -> str:

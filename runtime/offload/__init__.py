@@ -1,7 +1,7 @@
 """Keep tensors outside of a rank's device while they are not used.
 
     optimizer     the optimizer's state, and at zero 1-2 the master copy of parameters that are computed in another
-                  dtype. The optimizer steps page by page (shardc.runtime.zero.offloaded_optimizer)
+                  dtype. The optimizer steps page by page (shardc.runtime.zero.paged_optimizer)
     parameters    at zero 3, this rank's parts of the parameters; they are read ahead of gathers, but for a step's first
 
     storage       the places: the machine's memory, files of a directory

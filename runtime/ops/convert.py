@@ -8,8 +8,8 @@ the three forms in which programs call the ops:
     ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
 
 overlap=True: the backward graph starts its sum, and waits for it when the gradients of weights are ready
-(shardc.passes.joint.order). fp8=(format, granule), of a gather: x is a result of `fp8_round`, and 8 bits of each number
-are sent, which loses nothing (shardc.features.fp8); its gradient is not rounded.
+(shardc.passes.joint.autograd_order). fp8=(format, granule), of a gather: x is a result of `fp8_round`, of which 8 bits
+of each number are sent. That loses nothing (shardc.features.fp8); its gradient is not rounded.
 
 `dim`, `split` (negative: mirrored), `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding,
 blocks: what the whole dim lacks of its padded size (0 where another axis still splits it). Uneven parts are padded, so
@@ -112,8 +112,7 @@ def _start_all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, n
 def _start_all_to_all(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: Shard, record: Record) -> Started:
     sent = shard_parts.stack(widen(x, new), new, mesh.size(axis))
     parts = torch.empty_like(sent)
-    counts = [sent[0].numel()] * mesh.size(axis)
-    work = mesh.start_all_to_all_rows(sent.view(-1), parts.view(-1), counts, counts, (axis,), **record)
+    work = mesh.start_all_to_all_rows(sent.view(-1), parts.view(-1), ([], []), (axis,), **record)
     return Started(work, lambda: trim(shard_parts.unstack(parts, old), old))
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime import random_draws
+from shardc.runtime import distributions
 from shardc.runtime.rng import Digits, Paddings, Rng, bits, indices
 
 #: kind -> a function from its options to a sampler.
-KINDS: dict[str, Callable[..., random_draws.Sampler]] = {
-    kind: getattr(random_draws, kind)
+KINDS: dict[str, Callable[..., distributions.Sampler]] = {
+    kind: getattr(distributions, kind)
     for kind in ("uniform", "normal", "log_normal", "exponential", "geometric", "cauchy", "integers")
 }
 
@@ -50,7 +50,7 @@ def random(
         return torch.argsort(bits(key, where), stable=True).to(dtype)
     sample = KINDS[kind](*options)
     flat = torch.cat(
-        [sample(key, part, dtype).to(dtype) for part in torch.split(where.reshape(-1), random_draws.CHUNK)]
+        [sample(key, part, dtype).to(dtype) for part in torch.split(where.reshape(-1), distributions.CHUNK)]
     )
     if kind == "uniform" and dtype.itemsize < 4:  # rounding must not reach the upper end
         flat = flat.clamp_(max=_below(options[1], dtype))

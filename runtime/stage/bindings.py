@@ -10,6 +10,7 @@ to call them. Programs keep overloads: analysis, proof and saved files need the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,40 +20,19 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 
 #: The most frequent ops. Each binding takes the arguments of its overload, in the same order, and these arguments
-#: select no other overload: `tests/runtime/stage/test_bindings.py` calls both.
+#: select no other overload: `tests/runtime/stage/test_bindings.py` calls both. Most are torch's function of that name.
+_SAME_NAME = """
+    _softmax_backward_data.default add.Tensor addmm.default bmm.default cat.default clone.default cos.default div.Tensor
+    masked_fill.Scalar matmul.default mean.dim mm.default mul.Tensor native_layer_norm.default neg.default
+    permute.default pow.Tensor_Scalar reshape.default rsqrt.default select.int sin.default softmax.int sub.Tensor
+    sum.default sum.dim_IntList t.default transpose.int unsqueeze.default
+"""
 _BINDINGS: dict[Any, Callable[..., Any]] = {
-    aten._softmax_backward_data.default: torch._softmax_backward_data,
-    aten.add.Tensor: torch.add,
-    aten.addmm.default: torch.addmm,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.clone.default: torch.clone,
-    aten.cos.default: torch.cos,
-    aten.div.Tensor: torch.div,
+    **{attrgetter(op)(aten): getattr(torch, op.partition(".")[0]) for op in _SAME_NAME.split()},
     aten.expand.default: Tensor.expand,
     aten.linear.default: F.linear,
-    aten.masked_fill.Scalar: torch.masked_fill,
-    aten.matmul.default: torch.matmul,
-    aten.mean.dim: torch.mean,
-    aten.mm.default: torch.mm,
-    aten.mul.Tensor: torch.mul,
-    aten.native_layer_norm.default: torch.native_layer_norm,
-    aten.neg.default: torch.neg,
-    aten.permute.default: torch.permute,
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.reshape.default: torch.reshape,
-    aten.rsqrt.default: torch.rsqrt,
     aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
-    aten.select.int: torch.select,
     aten.silu.default: F.silu,
-    aten.sin.default: torch.sin,
-    aten.softmax.int: torch.softmax,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.default: torch.sum,
-    aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
     aten.view.default: Tensor.view,
 }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +15,13 @@ from shardc.ir.outputs import loss_axes, loss_value
 from shardc.ir.program import Program
 from shardc.runtime import schedule
 from shardc.runtime.compiled import Compiler
+from shardc.runtime.mesh.step_context import changed
 from shardc.runtime.ops.local_math import summed, total
 from shardc.runtime.schedule import Action
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.bindings import bound
+from shardc.runtime.stage.joint_stage import Tools
 from shardc.runtime.stage.profiler_ranges import MakeFunction
 from shardc.runtime.stage.run import Run, Training, Values
 from shardc.runtime.stage.runnable import WRITING, RunnableStage, runnable, runnable_pair
@@ -49,11 +50,11 @@ class Interpreter:
         self.actions = self.schedule.actions[self.at]
         stages = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         compiler = Compiler(strict=program.spec.strict) if self.compiles else None
-        copies = offloaded(mesh.device)
+        tools = Tools(mesh.device, offloaded(mesh.device), compiler, make)
         with WRITING, uncollected():
-            self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, make) for s in stages}
+            self.stages = {s: RunnableStage(program, s, tools) for s in stages}
             self.pairs = {
-                p.key: runnable_pair(program, p, self.stages, mesh.device, copies, compiler, make)
+                p.key: runnable_pair(program, p, self.stages, tools)
                 for p in program.pairs
                 if p.first in stages and p.then in stages
             }
@@ -104,11 +105,8 @@ class Interpreter:
     def _forward_totals(self, values: Values) -> dict[int, Tensor]:
         """Return {number: operand of `ops.summed` in the stages here, added up over microbatches}."""
         sums: dict[int, Tensor] = {}
-        self.mesh.step.sums = sums
-        try:
+        with changed(self.mesh.step, sums=sums):
             self._forward(values, keep_outputs=False)
-        finally:
-            self.mesh.step.sums = None
         return sums
 
     def step(self, values: Values, training: Training) -> tuple[Tensor, dict[str, Tensor], outputs.Values]:
@@ -154,18 +152,6 @@ class Interpreter:
         self.compute_totals([values])
         run = self._forward([values])
         return run.new_values, {name: parts[0] for name, parts in run.outputs.items()}
-
-    @contextmanager
-    def replaced(self, runs: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
-        """Replace the functions of the stages here by others, by number, inside the context."""
-        before = {s: stage.run for s, stage in self.stages.items()}
-        try:
-            for s, run in runs.items():
-                self.stages[s].run = run
-            yield
-        finally:
-            for s, run in before.items():
-                self.stages[s].run = run
 
     def _forward(self, values: Values, *, keep_outputs: bool = True) -> Run:
         """Run forward of all microbatches. keep_outputs: keep the values beside the loss."""

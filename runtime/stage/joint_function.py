@@ -63,7 +63,8 @@ class JointCall:
         assert self._kept is not None
         kept, self._kept, self._ended = self._kept, None, not keeps
         try:
-            self._stage.backward(kept, self._values, {}, g, buckets.launch if alone else _nothing)
+            kept |= self._stage.named_grads({}, g)
+            self._stage.backward(kept, self._values, buckets.launch if alone else _nothing)
             buckets.pause()
         finally:
             if not keeps:

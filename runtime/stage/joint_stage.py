@@ -9,6 +9,7 @@ weights     the second half of a backward in two halves, in the same way: gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +25,35 @@ from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.profiler_ranges import MakeFunction
 from shardc.runtime.stage.repeated_lines import insert_repeat_marks
 
+#: Values by name, such as a stage's inputs.
+Inputs = Mapping[str, Any]
+#: Those that a backward reads, by name; it pops each, so that it is freed at its last use.
+Kept = dict[str, Any]
+#: Begins the sums of complete buckets.
+Launch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """How graphs become functions on a device.
+
+    on_host: keeps activations on the host. compiler: compiles fused regions; make: see Interpreter.
+    """
+
+    device: torch.device
+    on_host: OffloadedTensors
+    compiler: Compiler | None = None
+    make: MakeFunction = bound
+
 
 class JointStage:
     """The forward and backward graphs of a stage with `joint`.
 
-    graphs: forward, backward, perhaps weights, as prepared for this device. on_host: activations kept on the host.
-    compiler: compiles fused regions; make: see Interpreter. .weights: the second half, if any.
+    graphs: forward, backward, perhaps weights, as prepared for this device. .weights: the second half, if any.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        graphs: Mapping[str, fx.Graph],
-        on_host: OffloadedTensors,
-        compiler: Compiler | None = None,
-        make: MakeFunction = bound,
-    ) -> None:
-        self._on_host = on_host
+    def __init__(self, stage: Stage, graphs: Mapping[str, fx.Graph], tools: Tools) -> None:
+        self._on_host = tools.on_host
         forward, backward = graphs["forward"], graphs["backward"]
         returned: Any = stage.graph.output_node().args[0]
         self._loss_grad_name = f"{returned[0].name}_grad" if returned[0] is not None else ""
@@ -48,9 +61,9 @@ class JointStage:
         self._forward_graph = forward
         outputs: Any = forward.output_node().args[0]
         self._kept = [n.name for n in outputs[3]]
-        self._forward = make(copy_graph(with_compiled_regions(forward, compiler)), forward)
-        self._backward = _ConsumingGraph(backward, compiler, make)
-        self.weights = _ConsumingGraph(graphs["weights"], compiler, make) if "weights" in graphs else None
+        self._forward = tools.make(copy_graph(with_compiled_regions(forward, tools.compiler)), forward)
+        self._backward = _ConsumingGraph(backward, tools)
+        self.weights = _ConsumingGraph(graphs["weights"], tools) if "weights" in graphs else None
         results: Any = backward.output_node().args[0]
         self._passed_to_weights = [n.name for n in results[1]] if self.weights is not None else []
 
@@ -62,25 +75,19 @@ class JointStage:
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
     def named_grads(self, grads: Mapping[str, Tensor], loss_grad: Tensor | None) -> dict[str, Tensor]:
-        """Return the gradients that backward begins with, by the names of its graph: see `backward`."""
+        """Return the gradients that backward begins with, by the names of its graph.
+
+        grads: of values for other stages. loss_grad: of the loss, if computed here.
+        """
         of_loss = {} if loss_grad is None else {self._loss_grad_name: loss_grad}
         return {f"{n}_grad": g for n, g in grads.items()} | of_loss
 
     @torch.no_grad()
-    def backward(
-        self,
-        kept: dict[str, Any],
-        values: Mapping[str, Any],
-        grads: Mapping[str, Tensor],
-        loss_grad: Tensor | None,
-        launch: Callable[[], None],
-    ) -> dict[str, Tensor | None]:
+    def backward(self, kept: Kept, values: Inputs, launch: Launch) -> dict[str, Tensor | None]:
         """Run backward and return {received value: its gradient}.
 
-        kept: of forward; consumed, except for what the second half needs. values: the stage's inputs. grads: of values
-        for other stages. loss_grad: of the loss, if computed here. launch: begins the sums of complete buckets.
+        kept: of forward, with `named_grads`; what the second half needs stays. values: the stage's inputs.
         """
-        kept |= self.named_grads(grads, loss_grad)
         if self.weights is None:
             return dict(zip(self.received, self._backward(kept, values, launch), strict=True))
         needed_later = {name: kept[name] for name in self.weights.takes & kept.keys()}
@@ -93,20 +100,11 @@ class JointStage:
 class JointPair:
     """One microbatch's forward and another's backward or forward as one graph (shardc.passes.joint.pair).
 
-    graph: as prepared for this device. forward, then: the stages of its halves. Others: see JointStage.
+    graph: as prepared for this device. forward, then: the stages of its halves.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        graph: fx.Graph,
-        forward: Stage,
-        then: JointStage,
-        on_host: OffloadedTensors,
-        compiler: Compiler | None = None,
-        make: MakeFunction = bound,
-    ) -> None:
-        self._on_host = on_host
+    def __init__(self, kind: str, graph: fx.Graph, forward: Stage, then: JointStage, tools: Tools) -> None:
+        self._on_host = tools.on_host
         assert forward.joint is not None
         self._second_prefix = second_prefix(kind, forward.joint.forward)
         self._then = then
@@ -114,28 +112,20 @@ class JointPair:
         halves = returned[:1] if kind == "FB" else returned
         #: For each forward, the names of the values that it keeps.
         self._kept = [[n.name.removeprefix(self._second_prefix) for n in half[3]] for half in halves]
-        self._pair = _ConsumingGraph(graph, compiler, make)
+        self._pair = _ConsumingGraph(graph, tools)
 
     @torch.no_grad()
     def run(
-        self,
-        mesh: Any,
-        microbatch: MicrobatchContext,
-        first_inputs: Mapping[str, Any],
-        kept: dict[str, Any],
-        second_inputs: Mapping[str, Any],
-        first_grads: Mapping[str, Tensor],
-        launch: Callable[[], None],
+        self, mesh: Any, microbatch: MicrobatchContext, first: Inputs, kept: Kept, second: Inputs, launch: Launch
     ) -> tuple[tuple[Any, dict[str, Any]], dict[str, Tensor | None]]:
         """Run both: (result as of JointStage.forward; gradients of values that backward's stage received).
 
-        first_inputs, second_inputs: of the forward's and the backward's stages. microbatch, kept: of the backward; kept
-        is consumed. first_grads: from JointStage.named_grads. launch: begins the sums of complete buckets.
+        first, second: inputs of the forward's and the backward's stages. microbatch, kept: of the backward, as in
+        JointStage.backward.
         """
         view = mesh.new_view()
         view.step.in_backward, view.step.microbatch = True, microbatch
-        kept |= first_grads
-        inputs = self._graph_inputs(first_inputs, view, second_inputs, kept)
+        inputs = self._graph_inputs(first, view, second, kept)
         kept.clear()
         with mesh.step.training(launch, self._on_host), view.step.training(launch):
             returned, grads = self._pair.call(inputs, mesh.step)
@@ -143,39 +133,32 @@ class JointPair:
 
     @torch.no_grad()
     def run_forwards(
-        self,
-        mesh: Any,
-        microbatch: MicrobatchContext,
-        first_inputs: Mapping[str, Any],
-        second_inputs: Mapping[str, Any],
-        weight_copies: dict[str, Tensor],
+        self, mesh: Any, microbatch: MicrobatchContext, first: Inputs, second: Inputs, weight_copies: dict[str, Tensor]
     ) -> tuple[tuple[Any, dict[str, Any]], ...]:
         """Run both forwards; return a result as of JointStage.forward for each.
 
-        first_inputs, second_inputs: of their stages. microbatch: of the second. weight_copies: copies of weights that
-        the microbatches of the second's stage share.
+        first, second: inputs of their stages. microbatch: of the second. weight_copies: copies of weights that the
+        microbatches of the second's stage share.
         """
         view = mesh.new_view()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
         view.step.weight_copies = weight_copies
-        inputs = self._graph_inputs(first_inputs, view, second_inputs, {})
+        inputs = self._graph_inputs(first, view, second, {})
         with mesh.step.training(host_copies=self._on_host), view.step.training(host_copies=self._on_host):
             returned = self._pair.call(inputs, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
-    def _graph_inputs(
-        self, first_inputs: Mapping[str, Any], view: Any, second_inputs: Mapping[str, Any], kept: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _graph_inputs(self, first: Inputs, view: Any, second: Inputs, kept: Kept) -> dict[str, Any]:
         """Return all inputs of the graph by name. view: the mesh as the second half sees it."""
         inputs: dict[str, Any] = {}
         for name in self._pair.takes:
             plain = name.removeprefix(self._second_prefix)
             if plain == name:
-                inputs[name] = first_inputs[name] if name in first_inputs else second_inputs[name]
+                inputs[name] = first[name] if name in first else second[name]
             elif plain == "mesh":
                 inputs[name] = view
             else:
-                inputs[name] = kept.pop(plain) if plain in kept else second_inputs[plain]
+                inputs[name] = kept.pop(plain) if plain in kept else second[plain]
         return inputs
 
     def _forward(self, half: int, returned: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
@@ -186,13 +169,13 @@ class JointPair:
 class _ConsumingGraph:
     """A graph as a function that pops its inputs from a dict: each is freed at its last use."""
 
-    def __init__(self, graph: fx.Graph, compiler: Compiler | None, make: MakeFunction) -> None:
+    def __init__(self, graph: fx.Graph, tools: Tools) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
-        self._run = make(_popping(with_compiled_regions(graph, compiler)), graph)
+        self._run = tools.make(_popping(with_compiled_regions(graph, tools.compiler)), graph)
 
     @torch.no_grad()
-    def __call__(self, kept: dict[str, Any], values: Mapping[str, Any], launch: Callable[[], None]) -> Any:
-        """Run the graph. kept: of earlier graphs; values: the stage's inputs; launch: begins sums of buckets."""
+    def __call__(self, kept: Kept, values: Inputs, launch: Launch) -> Any:
+        """Run the graph. kept: of earlier graphs; values: the stage's inputs."""
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from contextlib import ExitStack
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, fx, nn
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.program import Program
-from shardc.ir.types import requires_grad
+from shardc.ir.types import continuous, requires_grad
+from shardc.runtime.mesh.step_context import changed
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.runnable import on_device
 
@@ -65,19 +67,18 @@ def _fix(program: Program) -> str:
     return _FIX + (_FLOAT16 if any(p.dtype == torch.float16 and p.requires_grad for p in program.params) else "")
 
 
-def skips_gradient(
-    action: Action, norm: Tensor, program: Program, params: Mapping[str, nn.Parameter], mesh: Any, *, step: int
-) -> bool:
+def skips_gradient(action: Action, norm: Tensor, model: Any) -> bool:
     """Return whether a step updates nothing, by the global 2-norm of its gradient, 0-dim. Collective.
 
     Backward can make a nan of a finite loss (square root of 0). A norm that overflows counts as finite if all gradients
-    are.
+    are. model: of this rank (shardc.runtime.step.local_model).
     """
     if action == "ignore" or math.isfinite(float(norm)):
         return False
+    program, params, step = model.program, model.owned, model.rng.step + 1
     grads = ((params[p.name].grad if p.name in params else None) for p in program.params)
     flags = [int(g is not None and not bool(g.isfinite().all())) for g in grads]
-    names = [p.fqn for p, ranks in zip(program.params, mesh.sum_on_host(flags), strict=True) if ranks]
+    names = [p.fqn for p, ranks in zip(program.params, model.mesh.sum_on_host(flags), strict=True) if ranks]
     if action == "stop" and names:
         more = f" and {len(names) - _NAMED} more parameters" if len(names) > _NAMED else ""
         fault = f"the loss of step {step} is finite, but not the gradient of {', '.join(names[:_NAMED])}{more}"
@@ -92,64 +93,55 @@ def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any
     are finite on every rank.
     """
     program, mesh = interpreter.program, interpreter.mesh
-    finders = {
-        s: _FirstNotFinite(fx.GraphModule(nn.Module(), copy_graph(on_device(program.stages[s].graph, mesh.device))))
-        for s in interpreter.stages
-    }
-    with interpreter.replaced({s: x.run for s, x in finders.items()}):
+    bad: dict[fx.Node, bool] = {}
+    graphs = {s: on_device(program.stages[s].graph, mesh.device) for s in interpreter.stages}
+    with ExitStack() as stack:
+        for s, g in graphs.items():
+            run = fx.GraphModule(nn.Module(), watched(g, bad))
+            stack.enter_context(changed(interpreter.stages[s], _run=run))
         interpreter.evaluate(values)
     # nodes are numbered through all stages: the first in forward has the lowest number
     starts = list(accumulate((len(stage.graph.nodes) for stage in program.stages), initial=0))
     every = [0] * mesh.layout.world
-    every[mesh.rank] = min((starts[s] + x.first for s, x in finders.items() if x.found), default=starts[-1])
+    every[mesh.rank] = min((starts[s] + i for s, g in graphs.items() if (i := _first(g, bad)) >= 0), default=starts[-1])
     first = min(mesh.sum_on_host(every))
     if first == starts[-1]:
         return ""
     stage = bisect_right(starts, first) - 1
-    node = list(program.stages[stage].graph.nodes)[first - starts[stage]]
+    return named(list(program.stages[stage].graph.nodes)[first - starts[stage]])
+
+
+def named(node: fx.Node) -> str:
+    """Return the name of an op, with its module and line in the model."""
     return f"{node.name} of {source}" if str(source := source_of(node)) else node.name
 
 
-class _FirstNotFinite(fx.Interpreter):
-    """Finds the first nodes whose results have a nan or an inf, over all runs. nan, inf: the numbers of these nodes.
+def watched(graph: fx.Graph, bad: dict[fx.Node, bool]) -> fx.Graph:
+    """Return a copy of a graph that adds to `bad`, as it runs, each node with a nan (True) or only an inf (False)."""
+    env: dict[fx.Node, fx.Node] = {}
+    copy = copy_graph(graph, env)
+    first = next(n for n in copy.nodes if n.op != "placeholder")
+    for n, copied in env.items():
+
+        def look(result: Any, node: fx.Node = n) -> None:
+            for x in result if isinstance(result, tuple) else (result,):
+                if isinstance(x, Tensor) and continuous(x) and x.itemsize > 1:
+                    if bool(x.isnan().any()):
+                        bad[node] = True
+                    elif bool(x.isinf().any()):
+                        bad.setdefault(node, False)
+
+        with copy.inserting_before(first if n.op == "placeholder" else copied.next):
+            copy.call_function(look, (copied,))
+    return copy
+
+
+def _first(graph: fx.Graph, bad: Mapping[fx.Node, bool]) -> int:
+    """Return the number of the first op that makes a nan, or else an inf; -1 if all results are finite.
 
     An inf counts if a gradient flows through it and no operand has one: masks are made of -inf on purpose.
     """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.nan = self.inf = self._end = len(list(module.graph.nodes))
-        self._number = -1
-
-    @property
-    def first(self) -> int:
-        return self.nan if self.nan < self._end else self.inf
-
-    @property
-    def found(self) -> bool:
-        return self.first < self._end
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        self._number = -1
-        return super().run(*args, **kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._number += 1
-        result = super().run_node(n)
-        if n.op == "call_function" and self._number < self.nan:
-            results = [x for x in (result if isinstance(result, tuple) else (result,)) if _is_floating(x)]
-            if any(bool(x.isnan().any()) for x in results):
-                self.nan = self._number
-            elif self._number < self.inf and requires_grad(n):
-                operands = [self.env[a] for a in n.all_input_nodes if _is_floating(self.env.get(a))]
-                if any(_has_inf(x) for x in results) and not any(_has_inf(x) for x in operands):
-                    self.inf = self._number
-        return result
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _has_inf(x: Tensor) -> bool:
-    return bool(x.isinf().any())
+    ops = [(i, n) for i, n in enumerate(graph.nodes) if n.op == "call_function" and n in bad]
+    nans = (i for i, n in ops if bad[n])
+    infs = (i for i, n in ops if requires_grad(n) and bad.keys().isdisjoint(n.all_input_nodes))
+    return next(chain(nans, infs), -1)

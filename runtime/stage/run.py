@@ -252,19 +252,20 @@ class Run:
 
     def _run_backward_graph(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
         """Run a backward graph. Returns the gradients of values that the stage received."""
-        joint, first_grads = self.interpreter.stages[key[0]].joint, self._first_grads(kept, key)
-        return joint.backward(kept.values, self.values[key[1]], *first_grads, self._buckets.launch)
+        self._add_first_grads(kept, key)
+        return self.interpreter.stages[key[0]].joint.backward(kept.values, self.values[key[1]], self._buckets.launch)
 
     def _run_weights_graph(self, kept: _Kept, key: tuple[int, int]) -> None:
         """Run the second half of a backward graph that has two."""
         if (weights := self.interpreter.stages[key[0]].joint.weights) is not None:
             weights(kept.values, self.values[key[1]], self._buckets.launch)
 
-    def _first_grads(self, kept: _Kept, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the gradients that a backward begins with: of values that the stage sent, and of the loss."""
+    def _add_first_grads(self, kept: _Kept, key: tuple[int, int]) -> None:
+        """Add the gradients that a backward begins with: of values that the stage sent, and of the loss."""
         assert self.training is not None
         self._wait_for_receives(*key, "backward")
-        return self.grads.pop(key, {}), None if kept.loss is None else self.training.scale(torch.ones_like(kept.loss))
+        loss_grad = None if kept.loss is None else self.training.scale(torch.ones_like(kept.loss))
+        kept.values |= self.interpreter.stages[key[0]].joint.named_grads(self.grads.pop(key, {}), loss_grad)
 
     def _pair(self, forward: Action, backward: Action) -> None:
         """Run a forward and a backward as one graph. The backward's half sees its own microbatch as the current one."""
@@ -273,12 +274,12 @@ class Run:
         inputs = self._forward_inputs(forward)
         key = (backward.stage, backward.microbatch)
         kept = self.kept.pop(key)
-        first_grads = self.interpreter.stages[backward.stage].joint.named_grads(*self._first_grads(kept, key))
+        self._add_first_grads(kept, key)
         self._start_buckets(backward)
         pair = self.interpreter.pairs["FB", forward.stage, backward.stage]
         with self._weight_copies(forward):
             (returned, forward_kept), grads = pair.run(
-                self.mesh, context, inputs, kept.values, self.values[key[1]], first_grads, self._buckets.launch
+                self.mesh, context, inputs, kept.values, self.values[key[1]], self._buckets.launch
             )
         self._store_results(forward, returned, forward_kept)
         self._buckets.pause()

@@ -19,7 +19,7 @@ from shardc.runtime.compiled import Compiler
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.bindings import bound
-from shardc.runtime.stage.joint_stage import JointPair, JointStage
+from shardc.runtime.stage.joint_stage import JointPair, JointStage, Tools
 from shardc.runtime.stage.profiler_ranges import MakeFunction
 
 # fx sets attributes of nodes while it writes a graph's code, and such a node is not found for a moment
@@ -62,23 +62,14 @@ class RunnableStage:
 
     # no cached_property: before Python 3.12 it locks, and WRITING is taken inside
 
-    def __init__(
-        self,
-        program: Program,
-        index: int,
-        device: torch.device,
-        copies: OffloadedTensors,
-        compiler: Compiler | None,
-        make: MakeFunction = bound,
-    ) -> None:
+    def __init__(self, program: Program, index: int, tools: Tools) -> None:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
         self.graph, self.receives, self.sends = stage.graph, stage.receives, stage.sends
         self.outputs, self.copied = stage.outputs, outputs.views(stage)
         self.piped = bool(program.axis)
         self.updates = stage.updates if self.piped else tuple(b.name for b in program.buffers if b.updated)
-        self._stage, self._device, self._program, self._copies = stage, device, program, copies
-        self._compiler, self._make = compiler, make
+        self._stage, self._program, self._tools = stage, program, tools
         self._run: Callable[..., Any] | None = None
         self._joint: JointStage | None = None
 
@@ -87,12 +78,8 @@ class RunnableStage:
         """Its graph without backward, made when a forward or an evaluation first runs it."""
         if self._run is None:
             with uncollected():
-                self._run = runnable(self._stage, self._device, self._program, self._make)
+                self._run = runnable(self._stage, self._tools.device, self._program, self._tools.make)
         return self._run
-
-    @run.setter
-    def run(self, function: Callable[..., Any]) -> None:
-        self._run = function
 
     @property
     def joint(self) -> JointStage:
@@ -100,31 +87,21 @@ class RunnableStage:
         if self._joint is not None:
             return self._joint
         if self._stage.joint is None:
-            fault, fix = "the program has no backward graph: an earlier version of shardc wrote it", "compile again"
-            raise ShardcError(fault, where=self._stage.name, fix=fix)
+            raise ShardcError("the program has no backward graph", where=self._stage.name, fix="compile again")
         with WRITING, uncollected():
-            graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
-            self._joint = JointStage(self._stage, graphs, self._copies, self._compiler, self._make)
+            graphs = {way: on_device(graph, self._tools.device) for way, graph in self._stage.joint.graphs.items()}
+            self._joint = JointStage(self._stage, graphs, self._tools)
         return self._joint
 
 
 def only_stage(program: Program, mesh: Any) -> RunnableStage:
     """Return the stage of a program that has one, for a mesh's device."""
-    compiler = Compiler(strict=program.spec.strict)
+    tools = Tools(mesh.device, OffloadedTensors(mesh.device), Compiler(strict=program.spec.strict))
     with WRITING:
-        return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device), compiler)
+        return RunnableStage(program, 0, tools)
 
 
-def runnable_pair(
-    program: Program,
-    pair: Pair,
-    stages: Mapping[int, RunnableStage],
-    device: torch.device,
-    copies: OffloadedTensors,
-    compiler: Compiler | None,
-    make: MakeFunction,
-) -> JointPair:
+def runnable_pair(program: Program, pair: Pair, stages: Mapping[int, RunnableStage], tools: Tools) -> JointPair:
     """Make a merged pair runnable on a device. stages: those of this rank."""
-    graph = on_device(pair.graph, device)
     first, then = program.stages[pair.first], stages[pair.then].joint
-    return JointPair(pair.kind, graph, first, then, copies, compiler, make)
+    return JointPair(pair.kind, on_device(pair.graph, tools.device), first, then, tools)

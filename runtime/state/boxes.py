@@ -50,13 +50,9 @@ def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
     """Return whether no two boxes share an element."""
     behind: list[tuple[Numbers, Numbers]] = []
     for offset, shape in sorted(boxes):
-        if not shape:
-            if behind:
-                return False
-        else:
-            behind = [(o, s) for o, s in behind if o[0] + s[0] > offset[0]]
-            if any(overlap(offset, shape, o, s) is not None for o, s in behind):
-                return False
+        behind = [(o, s) for o, s in behind if not shape or o[0] + s[0] > offset[0]]
+        if any(overlap(offset, shape, o, s) is not None for o, s in behind):
+            return False
         behind.append((offset, shape))
     return True
 

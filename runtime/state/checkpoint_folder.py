@@ -109,7 +109,12 @@ _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
 KEEP = 2
 WORK = ".saving-"
 LOCK = ".lock"
-_OLDER_FORMAT = (".metadata", "manifest.json")
+#: Files of other libraries' checkpoints: the end of a name, whose the checkpoint is, and what to do with it.
+_OTHERS = (
+    (r"\.metadata|\.distcp", "torch.distributed (FSDP): it contains pickles", "shardc checkpoint import {at} NEW"),
+    (r"zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt", "DeepSpeed", "python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW"),
+    (r"mp_rank_\d+_\w+\.pt", "DeepSpeed", 'torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")'),
+)
 
 
 class DamagedError(ShardcError):
@@ -166,23 +171,34 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
 
 
-def newest(folder: Path) -> Path:
-    """Return the last checkpoint of a folder. Raises ShardcError if there is none."""
-    for g in generations(folder):
-        return g.path
-    raise none_in(folder)
+def checkpoints_in(path: Path) -> list[Generation]:
+    """Return the checkpoints at a path, newest first: itself, or those in it or in its `checkpoint`."""
+    for folder in (path / "checkpoint", path):
+        if folder.is_dir() and is_checkpoint(folder):
+            named = [g for g in generations(folder.parent) if g.path.name == folder.name]
+            return named or [Generation(folder, 0, 1, False)]  # one that the user renamed
+        if present := generations(folder):
+            return present
+    return []
 
 
 def none_in(folder: Path) -> ShardcError:
     """Build the error for a folder without a checkpoint."""
-    if any((folder / name).exists() for name in _OLDER_FORMAT):
-        return ShardcError(
-            "this is a checkpoint of torch.distributed.checkpoint, which shardc wrote before: it contains pickles",
-            where=str(folder),
-            fix=f"convert it, in a separate process: shardc checkpoint import {folder} NEW_FOLDER",
-        )
     fix = "name a folder that shardc saved to"
-    return ShardcError("there is no checkpoint in this folder", where=str(folder), fix=fix)
+    return of_others(folder) or ShardcError("there is no checkpoint in this folder", where=str(folder), fix=fix)
+
+
+def of_others(path: Path) -> ShardcError | None:
+    """Build the error for another library's checkpoint, a folder or a file of it, with how to convert it; or None."""
+    files = [x for depth in ("*", "*/*") for x in path.glob(depth)]
+    if not path.is_dir() and re.search(r"mp_rank_\d+_|\.distcp$", path.name):
+        files = [*path.parent.glob("*")]
+    ordered = sorted(files, key=lambda x: ("optim" in x.parent.name, x))
+    for end, whose, how in _OTHERS:
+        if (x := next((x for x in ordered if re.search(f"({end})$", x.name)), None)) is not None:
+            fix = f"convert it, and name NEW: {how.format(at=x.parent, x=x)}"
+            return ShardcError(f"this is a checkpoint of {whose}", where=str(path), fix=fix)
+    return None
 
 
 def free_name(folder: Path, step: int) -> Path:
@@ -225,9 +241,8 @@ def read_index(path: Path) -> Index:
     """Read the index of one checkpoint. Raises DamagedError if it is damaged, ShardcError if missing."""
     where = str(path / checkpoint_index.NAME)
     try:
-        index = checkpoint_index.from_bytes(
-            disk_calls.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES)
-        )
+        data = disk_calls.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES)
+        index = checkpoint_index.from_bytes(data)
         checkpoint_index.check(index)
         return index
     except (FileNotFoundError, NotADirectoryError):

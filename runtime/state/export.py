@@ -170,17 +170,13 @@ def export_safetensors(
 
 def foreign_weights(path: Path) -> Path | None:
     """Return a weight file at this path (folder or file) that shardc did not write, or None."""
+    file = path
     try:
-        files = weight_files(path)
-    except ShardcError:  # an index without its files
-        return path
-    for file in files:
-        try:
-            ours = file.suffix == ".safetensors" and _MARK.items() <= (open_safetensors(file).metadata() or {}).items()
-        except (ShardcError, OSError):
-            ours = False
-        if not ours:
-            return file
+        for file in weight_files(path):
+            if file.suffix != ".safetensors" or not _MARK.items() <= (open_safetensors(file).metadata() or {}).items():
+                return file
+    except (ShardcError, OSError):  # an index without its files, a file that cannot be read
+        return file
     return None
 
 
@@ -229,21 +225,21 @@ def plan(
         metadata = {k: v for k, v in ties.items() if v in saved}
         return Layout(at, stem, outputs, recorder.tape, values, metadata, finish, path if single else None)
 
+    named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
     for exported in registered("runtime", "exported", program.features if program is not None else ()):
         with recorder.recording():
-            on_tape, write_config = exported(program, on_tape, ties, merge=merge)
+            named, write_config = exported(program, named, merge=merge)
         if not merge:
             finish = (lambda: None) if single else functools.partial(write_config, folder, carried)
-            return [layout(folder, "adapter_model", on_tape, {}, finish)]
-    named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
+            return [layout(folder, "adapter_model", named, {}, finish)]
     if not single and model is not None and is_adapted(model):
         return [layout(at, "adapter_model", saved, {}, finish) for at, saved, finish in _adapters(model, folder, named)]
     if not single and model is not None and "" in pretrained_modules(model):
-        kept_names = _distinct(model, named, ties)
-        saved = _reverted(model, {n: named[n] for n in kept_names}, recorder)
-        finish = functools.partial(_write_hf_files, model, folder, carried, dtype)
+        saved = _reverted(model, {n: named[n] for n in _distinct(model, named, ties)}, recorder)
+        dtypes = {n: dtype or x.dtype for n, x in saved.items() if x.is_floating_point()}
+        finish = functools.partial(_write_hf_files, model, folder, carried, dtypes)
         return [layout(folder, "model", saved, {}, finish)]
-    return [layout(folder, "model", on_tape, ties, lambda: None)]
+    return [layout(folder, "model", {n: x for n, x in named.items() if n not in ties}, ties, lambda: None)]
 
 
 def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None) -> Output:
@@ -299,13 +295,13 @@ def _adapters(
 
 
 def _distinct(model: Any, named: Mapping[str, Tensor], ties: Mapping[str, str]) -> list[str]:
-    """Return the name under which each tensor is stored: of tied ones, the one that transformers keeps."""
+    """Return the names under which tensors are stored: all but those that transformers ties when it loads them."""
     dropped = set(getattr(model, "all_tied_weights_keys", None) or {})
     ignored = [re.compile(p) for p in model._keys_to_ignore_on_save or ()]
     groups: dict[str, list[str]] = {}
     for name in named:
         groups.setdefault(ties.get(name, name), []).append(name)
-    chosen = [next((n for n in names if n not in dropped), names[0]) for names in groups.values()]
+    chosen = (n for names in groups.values() for n in [x for x in names if x not in dropped] or names[:1])
     return [n for n in chosen if not any(p.search(n) for p in ignored)]
 
 
@@ -317,11 +313,14 @@ def _reverted(model: Any, found: dict[str, Tensor], recorder: Recorder) -> dict[
         return dict(revert_weight_conversion(model, found))
 
 
-def _write_hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch.dtype | None) -> None:
+def _write_hf_files(model: Any, folder: Path, carried: Path | None, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Write the files that are not weights. dtypes: of the stored tensors."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    model_dtype = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
-    config.dtype = str(model_dtype).removeprefix("torch.")
+    _name_dtype(config, str(_loaded_as(model, dtypes)).removeprefix("torch."))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if tied and tied.keys() <= dtypes.keys():  # the model has them apart
+        config.tie_word_embeddings = False
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
@@ -333,15 +332,28 @@ def _write_hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch
             shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
 
 
+def _loaded_as(model: Any, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """Return the dtype in which transformers reads tensors of these dtypes, without rounding any."""
+    for dtype in sorted({*dtypes.values()}, key=lambda x: x.itemsize):
+        wider = model._get_dtype_plan(dtype)  # parts of names of weights that it keeps in float32
+        if all(x == dtype or any(part in name for part in wider) for name, x in dtypes.items()):
+            return dtype
+    return functools.reduce(torch.promote_types, dtypes.values(), torch.float32)
+
+
+def _name_dtype(config: Any, dtype: str) -> None:
+    """Write a dtype into a config of transformers, and into those inside of it."""
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if hasattr(inside := getattr(config, name, None), "sub_configs"):
+            _name_dtype(inside, dtype)
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write(
-    layout: Layout,
-    held: Held,
-    gathered: Callable[[str], Tensor],
-    mesh: Any,
-    max_bytes: int = MAX_FILE_BYTES,
+    layout: Layout, held: Held, gathered: Callable[[str], Tensor], mesh: Any, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
     """Write a folder's files; each rank writes what it holds. They appear when complete. Collective.
 

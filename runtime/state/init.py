@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.boxes import Numbers, Sliced, index
-from shardc.runtime.state.init_tape import Recorder, Ref, Tape
+from shardc.runtime.state.init_tape import REAL, Recorder, Ref, Tape
 from shardc.runtime.state.pretrained import lazily
 from shardc.torch_private import pytree
 
@@ -63,11 +63,9 @@ class Recipe:
         writers = [self.tape.entries[i] for i in self.tape.writers.get(ref.storage, ())]
         if 0 not in ref.shape and all(e.name.removeprefix("new_").startswith("empty") for e in writers):
             places = next((str(e.line) for e in writers), "")
-            raise ShardcError(
-                f"{fqn} is never initialised" + (f" (made at {places})" if places else ""),
-                where=fqn.rpartition(".")[0],
-                fix="initialise it where the model is built, or pass a real model instead of its builder",
-            )
+            fault = f"{fqn} is never initialised" + (f" (made at {places})" if places else "")
+            fix = f"initialise it where the model is built, or {REAL}"
+            raise ShardcError(fault, where=fqn.rpartition(".")[0], fix=fix)
         return self.tape.replay([ref], seed)[0].contiguous()
 
 
@@ -79,18 +77,13 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
     with Recorder() as recorder, lazily(recorder):
         before = _foreign_randomness()
         model = builder()
+        kind = type(model).__name__
         if not isinstance(model, nn.Module):
-            raise ShardcError(
-                f"the builder returned a {type(model).__name__}, not a torch.nn.Module", fix="return the model"
-            )
+            raise ShardcError(f"the builder returned a {kind}, not a torch.nn.Module", fix="return the model")
         for name, was, now in zip(("random", "numpy.random"), before, _foreign_randomness(), strict=True):
             if was != now:
-                raise ShardcError(
-                    f"building {type(model).__name__} draws from Python's module {name}, which would differ from rank"
-                    " to rank",
-                    where=type(model).__name__,
-                    fix="draw from torch, or pass a real model instead of its builder",
-                )
+                fault = f"building {kind} draws from Python's module {name}, which would differ from rank to rank"
+                raise ShardcError(fault, where=kind, fix=f"draw from torch, or {REAL}")
         names = {name: recorder.ref(x) for name, x in named_tensors(model)}
     _settle_attributes(model, recorder)
     return model, Recipe(recorder.tape, names, tuple(recorder.notes), recorder.folder)
@@ -102,21 +95,15 @@ def record_reset(model: nn.Module) -> Recipe:
     Only for meta tensors. Raises ShardcError for modules without `reset_parameters`, and for models with a custom
     initialisation, which `reset_parameters` would not follow.
     """
-    errors = Errors()
+    errors, fix = Errors(), "pass the function that builds the model instead of the model"
     for name, module in model.named_modules():
         if any(hasattr(module, method) for method in ("init_weights", "_init_weights")):
-            errors.add(
-                "the model is on the meta device and has its own initialisation, which had no effect there",
-                where=name or type(module).__name__,
-                fix="pass the function that builds the model instead of the model",
-            )
+            fault = "the model is on the meta device and has its own initialisation, which had no effect there"
+            errors.add(fault, where=name or type(module).__name__, fix=fix)
             break
         if any(t.is_meta for t in _tensors_of(module)) and _reset_of(module) is None:
-            errors.add(
-                f"{type(module).__name__} is on the meta device and has no reset_parameters()",
-                where=name,
-                fix="pass the function that builds the model instead of the model",
-            )
+            fault = f"{type(module).__name__} is on the meta device and has no reset_parameters()"
+            errors.add(fault, where=name, fix=fix)
     errors.raise_any()
     duplicate = copy.deepcopy(model)
 
@@ -138,9 +125,7 @@ def record_reset(model: nn.Module) -> Recipe:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    reset: Any = getattr(module, "reset_parameters", None) or getattr(
-        module, "_reset_parameters", None
-    )  # the latter: attention
+    reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))  # attention
     return reset if callable(reset) else None
 
 
@@ -163,11 +148,8 @@ def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
     """Make tensors in plain attributes real: they are constants of the program, not model state."""
 
     def real(x: Any) -> Any:
-        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or not x.is_meta:
-            return x
-        if id(x) in registered:
-            return x
-        return recorder.value(x)
+        plain = isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.is_meta and id(x) not in registered
+        return recorder.value(x) if plain else x
 
     registered = {id(x) for _, x in named_tensors(model)}
     for module in model.modules():

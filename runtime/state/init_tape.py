@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
+from shardc.runtime.mesh.step_context import changed
 from shardc.runtime.state.boxes import Sliced, cast, in_memory, joined
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
@@ -29,6 +30,7 @@ RECORDING = threading.RLock()
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._to_copy.default, aten.clone.default)
 _JOINS = (aten.cat.default, aten.stack.default)
+REAL = "pass a real model instead of its builder"
 #: Ops in place that overwrite all old values.
 _FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_")
 
@@ -304,20 +306,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self.tape.replay([ref], None)[0].clone()
         except RandomValueError as e:
             place = source.of_call()
-            raise ShardcError(
-                f"building the model reads the value of random numbers ({place.shown or e.args[0].name})",
-                where=place.line,
-                fix="pass a real model instead of its builder",
-            ) from e
+            fault = f"building the model reads the value of random numbers ({place.shown or e.args[0].name})"
+            raise ShardcError(fault, where=place.line, fix=REAL) from e
 
     def _meta(self, x: Tensor) -> Tensor:
         """Return x, or the meta tensor in place of a real x (from numpy, a file, torch.tensor), a constant."""
         if x.layout is not torch.strided or x.is_quantized:
-            raise ShardcError(
-                f"building the model makes a {x.layout} tensor",
-                where=source.of_call().line,
-                fix="pass a real model instead of its builder",
-            )
+            fault = f"building the model makes a {x.layout} tensor"
+            raise ShardcError(fault, where=source.of_call().line, fix=REAL)
         storage = x.untyped_storage()
         if storage.device.type == "meta":
             return x
@@ -336,14 +332,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record ops in this context, even if the recorder is not open."""
         return nullcontext() if self._open else self
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def _pause(self) -> AbstractContextManager[None]:
         """Suspend recording in this context, for our own work on tensors."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return changed(self, _paused=True)
 
     def _add(
         self,
@@ -379,23 +370,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.lift_fresh.default:
             return self._meta(args[0])
         if torch.Tag.data_dependent_output in func.tags:
-            return func(*self._values(args), **self._values(kwargs))
+            return func(*_each(self.value, args), **_each(self.value, kwargs))
         if any(a.name == "device" for a in func._schema.arguments) and not _tensors((args, kwargs)):
             kwargs = {**kwargs, "device": torch.device("cpu")}  # made explicit, so that replay can replace it
         given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
         written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         changed = _tensors([given[name] for name in written if name in given])
-        args, kwargs = (
-            pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
-        )
+        args, kwargs = _each(self._meta, (args, kwargs))
         try:
             results = func(*pytree.tree_map(_on_meta, args), **pytree.tree_map(_on_meta, kwargs))
         except NotImplementedError:
             if changed:  # the result of an op in place is known without a run
                 results = changed[0]
             else:  # the shape of the result depends on values: boolean indexing, nonzero
-                results = func(*self._values(args), **self._values(kwargs))
-                return pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, results)
+                return _each(self._meta, func(*_each(self.value, args), **_each(self.value, kwargs)))
         self._record(func, args, kwargs, changed, results)
         alias = func._schema.returns[0].alias_info if len(func._schema.returns) == 1 else None
         return changed[0] if alias is not None and alias.is_write and len(changed) == 1 else results
@@ -409,9 +397,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes |= {r.storage for r in outputs if r is not None}
         if not writes:
             return  # a view
-        args, kwargs = (
-            pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
-        )
+        args, kwargs = _each(self.ref, (args, kwargs))
         reads = {r.storage for r in pytree.tree_flatten((args, kwargs))[0] if isinstance(r, Ref)}
         takes_dtype = any(a.name == "dtype" for a in func._schema.arguments[len(args) :])
         if outputs and outputs[0] is not None and takes_dtype:
@@ -426,9 +412,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args = (self.ref(tensor), mean, std, a, b, generator)
         self._add(torch.nn.init.trunc_normal_, args, {}, (None,), {args[0].storage}, set(), random=True)
         return tensor
-
-    def _values(self, arguments: Any) -> Any:
-        return pytree.tree_map(lambda x: self.value(x) if isinstance(x, Tensor) else x, arguments)
 
 
 _PRETENCES: dict[Any, Any] = {
@@ -452,6 +435,10 @@ class _Pretend(TorchFunctionMode):
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "meta":
             args = (self.recorder.value(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+def _each(change: Callable[[Tensor], Any], x: Any) -> Any:
+    return pytree.tree_map(lambda y: change(y) if isinstance(y, Tensor) else y, x)
 
 
 def _tensors(x: Any) -> list[Tensor]:

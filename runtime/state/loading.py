@@ -16,19 +16,9 @@ from typing import Any, TypeVar
 from shardc.errors import Errors, ShardcError
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import disk_calls
+from shardc.runtime.state import checkpoint_folder, disk_calls
 from shardc.runtime.state.boxes import Part, kept
-from shardc.runtime.state.checkpoint_folder import (
-    DamagedError,
-    check_file,
-    generations,
-    is_checkpoint,
-    none_in,
-    read_boxes,
-    read_index,
-    remedy,
-    words,
-)
+from shardc.runtime.state.checkpoint_folder import DamagedError, remedy, words
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.owners import RankState
@@ -76,12 +66,13 @@ def load(
 
 def _candidates(folder: Path, mesh: Any, *, last_good: bool) -> list[Path]:
     """Return the checkpoints to try, as rank 0 sees them: file systems may show other ranks something else."""
-    one = is_checkpoint(folder)
-    beside = [g.path for g in generations(folder.parent if one else folder) if not one or g.path.name != folder.name]
-    names = agreement.text_of_first(mesh, json.dumps([*map(str, [folder] * one + beside)]))
+    present = [g.path for g in checkpoint_folder.checkpoints_in(folder)]
+    if present == [folder]:
+        present += [g.path for g in checkpoint_folder.generations(folder.parent) if g.path != folder]
+    names = agreement.text_of_first(mesh, json.dumps([*map(str, present)]))
     paths = [Path(name) for name in json.loads(names)]
     if not paths:
-        raise none_in(folder)
+        raise checkpoint_folder.none_in(folder)
     return paths if last_good else paths[:1]
 
 
@@ -118,7 +109,7 @@ _Fit = tuple[Index, dict[str, Part], dict[str, dict[str, Any]]]
 
 def _checked(path: Path, held: RankState, room: Room | None, accept: Callable[[Mapping[str, Any]], None]) -> _Fit:
     """Return what a checkpoint fills; raise if it does not fit. Changes nothing."""
-    index, program, mesh, parts = read_index(path), held.program, held.mesh, held.model_parts()
+    index, program, mesh, parts = checkpoint_folder.read_index(path), held.program, held.mesh, held.model_parts()
     errors, states = Errors(), dict[str, dict[str, Any]]()
     have = {k.removeprefix("model."): x.shape for k, x in index.tensors.items() if k.startswith("model.")}
     entries: list[Param | Buffer] = [*program.params, *kept(program)]
@@ -126,7 +117,7 @@ def _checked(path: Path, held: RankState, room: Room | None, accept: Callable[[M
     check_tensors(errors, want, have, want, f"the checkpoint {path.name}")
     errors.raise_any()  # its optimizer is of the same tensors
     for number in range(mesh.rank, len(index.files), mesh.layout.world):  # ranks share the files
-        check_file(path, index, number)
+        checkpoint_folder.check_file(path, index, number)
     if held.optimizer is not None:
         states = room_for(held, held.optimizer, index, parts, str(path), room)
     accept(index.extra)
@@ -139,7 +130,7 @@ def _read(
     """Read every slice that this rank needs. Raises DamagedError, naming damaged slices."""
     layout, rank = held.mesh.layout, held.mesh.rank
     boxes = ((k, box, x.local.detach()) for k, x in parts.items() for box in x.boxes(layout, rank))
-    if errors := read_boxes(path, index, boxes):
+    if errors := checkpoint_folder.read_boxes(path, index, boxes):
         raise DamagedError("damaged", errors=errors)
     if held.optimizer is not None and index.optimizer is not None:
         fill(held, held.optimizer, index.optimizer, states)

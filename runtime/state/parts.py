@@ -169,21 +169,15 @@ def _check(program: Program, given: Weights) -> None:
         present = [n for n in x.names if n in given.tensors] or [x.fqn]
         optional = isinstance(x, Buffer) and not x.persistent and not given.of_model
         if present[0] not in given.tensors and optional:
-            errors.add(
-                f"the buffer is not in the {given.what}: it is not persistent",
-                where=x.fqn,
-                fix="pass the model, which computes it, and the weights: program.engine(model, weights=...)",
-            )
+            fix = "pass the model, which computes it, and the weights: program.engine(model, weights=...)"
+            errors.add(f"the buffer is not in the {given.what}: it is not persistent", where=x.fqn, fix=fix)
             continue
         expected |= dict.fromkeys(present, x.shape)
         if present[0] in given.tensors and not given.tied(present):
-            errors.add(
-                f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they"
-                " differ",
-                where=x.fqn,
-                fix="compile the model without that tie (in transformers tie_word_embeddings: false in its config), or "
-                "pass weights that have it",
-            )
+            tied = f"the program was compiled with {' and '.join(present)} as one tensor"
+            fix = "compile the model without that tie (in transformers tie_word_embeddings: false in its config), or "
+            fix += "pass weights that have it"
+            errors.add(f"{tied}, but in the {given.what} they differ", where=x.fqn, fix=fix)
     known = {n for x in entries for n in x.names}
     fix = "pass the compiled model, or compile this one" if given.of_model else SAVED_MODEL
     shapes = {n: source.shape for n, source in given.tensors.items()}

@@ -44,6 +44,8 @@ SHOWN = 4
 #: Files belong to another model if at most one in FEW tensors fits, of the files or the model, whichever has fewer: a
 #: name such as lm_head.weight is in all models. An adapter is few of a model's tensors, but all of its file's.
 FEW = 8
+#: The name of a tensor of an adapter: the module that it is beside, and what it is.
+ADAPTER = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(A|B|embedding_[AB]|magnitude_vector)(?:\..+)?")
 #: What peft adds to names: the adapted layer, trained copies, the adapter's name.
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
@@ -94,6 +96,10 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> tuple[dic
     fix = "make the model with the config of these weights, or rename the new tensors"
     check_tensors(errors := Errors(), wanted, present, present, str(files.path), fix)
     errors.raise_any()
+    if lost := [n for n in extra if ADAPTER.fullmatch(n)]:
+        fault = f"the model has no adapters for {len(lost)} tensors of the file ({_names(lost)})"
+        fix = "write them in `adapters` of the spec, with the modules, rank and alpha of adapter_config.json"
+        raise ShardcError(fault, where=str(files.path), fix=fix)
     first = {id(want[n]): x for n, x in reversed(mapped.items())}
     missing = [n for n, x in want.items() if id(x) not in first]
     if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in want.values()})):
@@ -388,9 +394,8 @@ def _load_pretrained(recorder: Recorder, _: Callable[..., Any]) -> Callable[...,
         where = str(config.pretrained_model_name_or_path)
         if config.hf_quantizer is not None:
             fault = "the weights are quantised, which shardc cannot train"
-            raise ShardcError(
-                fault, where=where, fix="load weights that are not quantised, or fine-tune them elsewhere"
-            )
+            fix = "load weights that are not quantised, or fine-tune them elsewhere"
+            raise ShardcError(fault, where=where, fix=fix)
         if state_dict is None:
             weights = of_files(Path(where), [Path(f) for f in files or ()])
             state_dict = {name: recorder.stored(x) for name, x in weights.tensors.items()}

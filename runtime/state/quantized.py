@@ -103,9 +103,8 @@ def inner(x: Any) -> list[Any]:
 def from_inner_tensors(x: Any, parts: Sequence[Any]) -> Tensor:
     """Build a tensor like x from other inner tensors, in the order of x's own."""
     names, context = x.__tensor_flatten__()
-    result: Tensor = type(x).__tensor_unflatten__(
-        dict(zip(names, parts, strict=True)), context, tuple(x.shape), x.stride()
-    )
+    inner_tensors = dict(zip(names, parts, strict=True))
+    result: Tensor = type(x).__tensor_unflatten__(inner_tensors, context, tuple(x.shape), x.stride())
     return result
 
 

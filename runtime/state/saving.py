@@ -33,19 +33,9 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import checkpoint_index, disk_calls
+from shardc.runtime.state import checkpoint_folder, checkpoint_index, disk_calls
 from shardc.runtime.state.boxes import Box, Numbers
-from shardc.runtime.state.checkpoint_folder import (
-    LOCK,
-    WORK,
-    Known,
-    SavingError,
-    free_name,
-    generations,
-    is_checkpoint,
-    prune,
-    words,
-)
+from shardc.runtime.state.checkpoint_folder import WORK, Known, SavingError, words
 from shardc.runtime.state.checkpoint_index import DIGEST, File, Index, Slice, Stored, json_number
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import combined, state_parts
@@ -150,15 +140,9 @@ def planned(held: RankState, extra: Mapping[str, Any] | None = None) -> Plan:
     if held.optimizer is not None:
         more, settings = state_parts(held, held.optimizer)
         parts |= more
-    plan = Plan(
-        {
-            "model": held.program.meta.get("model", ""),
-            "program": program_hash(held.program),
-            "mesh": dict(mesh.layout.axes),
-            "extra": dict(extra or {}),
-            "optimizer": settings,
-        }
-    )
+    model, mesh_sizes = held.program.meta.get("model", ""), dict(mesh.layout.axes)
+    facts = {"model": model, "program": program_hash(held.program), "mesh": mesh_sizes, "extra": dict(extra or {})}
+    plan = Plan({**facts, "optimizer": settings})
     for key, part in parts.items():
         boxes = part.boxes(mesh.layout, mesh.rank) if part.written else ()
         plan.add(key, part.local.dtype, part.shape, boxes, part.local.detach)
@@ -269,17 +253,15 @@ class Save:
         """Make the folder to write into. Raises SavingError if another process is saving there."""
         disk_calls.make_folder(self.folder)
         try:
-            self.lock = disk_calls.Lock(self.folder / LOCK)
+            self.lock = disk_calls.Lock(self.folder / checkpoint_folder.LOCK)
         except BlockingIOError:
             fix = "use a separate folder for every run"
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
         if others := self.known.others(self.folder):
-            raise SavingError(
-                f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}):"
-                " saving here would replace another run's checkpoints",
-                where=str(self.folder),
-                fix="load them to go on from there, save to another folder, or pass overwrite=True",
-            )
+            fault = f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}):"
+            fault += " saving here would replace another run's checkpoints"
+            fix = "load them to go on from there, save to another folder, or pass overwrite=True"
+            raise SavingError(fault, where=str(self.folder), fix=fix)
         for name in os.listdir(self.folder):
             if name.startswith(WORK):  # of a process that ended: nobody else has the lock
                 disk_calls.remove_folder(self.folder / name)
@@ -294,16 +276,16 @@ class Save:
         for p in paths:
             disk_calls.unlink(p)
         disk_calls.sync_folder(self.work_folder)
-        path = free_name(self.folder, self.step)
+        path = checkpoint_folder.free_name(self.folder, self.step)
         disk_calls.rename(self.work_folder, path)
         disk_calls.sync_folder(self.folder)
         self.saved = True
         try:
-            for g in generations(self.folder):
+            for g in checkpoint_folder.generations(self.folder):
                 if not g.replaced and g.step > self.step:
                     disk_calls.rename(g.path, g.path.with_name(f"{g.path.name}.old"))
             if self.keep is not None:
-                prune(self.folder, self.keep, known=path)
+                checkpoint_folder.prune(self.folder, self.keep, known=path)
         finally:
             self.known.see(self.folder)
 
@@ -374,8 +356,8 @@ class Saves:
 
     def loaded(self, folder: str | Path) -> None:
         """Record the checkpoints in, or beside, a folder as those that this run continues from."""
-        path = disk_calls.expanded(folder)
-        self._known.see(path.parent if is_checkpoint(path) else path)
+        for g in checkpoint_folder.checkpoints_in(disk_calls.expanded(folder))[:1]:
+            self._known.see(g.path.parent)
 
     def poll(self) -> None:
         """Let rank 0 make the checkpoint visible, in the background, if all ranks have written. Between steps.
@@ -444,8 +426,5 @@ def _check_plain(facts: dict[str, Any]) -> None:
     try:
         json.dumps(facts, default=json_number)
     except (TypeError, ValueError) as e:
-        raise ShardcError(
-            f"the checkpoint's extra state or the optimizer's settings contain more than plain values: {e}",
-            where="extra or optimizer",
-            fix="pass numbers, strings, lists and dicts",
-        ) from e
+        fault = f"the checkpoint's extra state or the optimizer's settings contain more than plain values: {e}"
+        raise ShardcError(fault, where="extra or optimizer", fix="pass numbers, strings, lists and dicts") from e

@@ -20,7 +20,7 @@ from shardc.runtime.state.boxes import Part, copied
 from shardc.runtime.state.checkpoint_index import Index, like, plain
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.owners import RankState
-from shardc.runtime.zero.optimizer_list import IMPLEMENTATIONS, class_of, group_classes
+from shardc.runtime.zero.several_optimizers import IMPLEMENTATIONS, class_of, group_classes
 
 #: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]
@@ -71,12 +71,9 @@ def _groups(held: RankState, optimizer: Optimizer) -> list[_Group]:
             stepped = [_Stepped(held.program.param(p), (n,), owned.get(n), True) for n, p in matrices.items()]
             groups.append(_Group(settings, kind, stepped))
             continue
-        for x in settings["params"]:
-            if id(x) not in known:
-                raise ShardcError(
-                    f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
-                    fix="make the optimizer from the parameters that shardc passes to it",
-                )
+        if unknown := [list(x.shape) for x in settings["params"] if id(x) not in known]:
+            fault = f"the optimizer holds a tensor of shape {unknown[0]} that is not a parameter of the program"
+            raise ShardcError(fault, fix="make the optimizer from the parameters that shardc passes to it")
         params = ((known[id(x)], x) for x in settings["params"])
         groups.append(_Group(settings, kind, [_Stepped(p, _named(p), x, False) for p, x in params]))
     return groups
@@ -119,12 +116,9 @@ def _parts(held: RankState, s: _Stepped, name: str, x: Tensor, *, copies: bool) 
     local, shard = held.params[p.name], held.shards.get(p.name)
     if whole := x.shape != local.shape:
         if x.dim() and (shard is not None or p.layout.shards()):
-            raise ShardcError(
-                f"the optimizer's state {name!r} of shape {list(x.shape)} does not have its parameter's shape,"
-                f" {list(local.shape)}",
-                where=p.fqn,
-                fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
-            )
+            fault = f"the optimizer's state {name!r} of shape {list(x.shape)} does not have its parameter's shape,"
+            fix = "use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)"
+            raise ShardcError(f"{fault} {list(local.shape)}", where=p.fqn, fix=fix)
         # a number is the same on all ranks; the first that holds some of the parameter writes it
         if not copies and shard is not None and shard.start:
             return {}
@@ -185,22 +179,13 @@ def room_for(
     stepped = {s.param.fqn for s in every}
     rest = (p for p in program.params if p.name in held.params and p.fqn not in stepped)
     if idle := [p.fqn for p in rest if _named(p)[0] in saved]:
-        fault = (
-            f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, but this "
-            "one does not"
-        )
-        fix = (
-            "train the same parameters, or load it with optimizer=None, and start with that engine's full_state_dict() "
-            "as the model"
-        )
-        errors.add(fault, where=folder, fix=fix)
-    check_tensors(
-        errors,
-        {n: s.param.shapes[n] for s in every if not s.matrix for n in s.names},
-        saved,
-        [n for p in program.params for n in _named(p)],
-        "the checkpoint's optimizer",
-    )
+        named = ", ".join(idle[:5]) + (" and others" if len(idle) > 5 else "")
+        fix = "train the same parameters, or load it with optimizer=None, and start with that engine's "
+        fix += "full_state_dict() as the model"
+        errors.add(f"the checkpoint's optimizer has {named}, but this one does not", where=folder, fix=fix)
+    wanted = {n: s.param.shapes[n] for s in every if not s.matrix for n in s.names}
+    known = [n for p in program.params for n in _named(p)]
+    check_tensors(errors, wanted, saved, known, "the checkpoint's optimizer")
     if absent := [s.key for s in every if s.matrix and s.key not in saved_groups]:
         fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}"
         fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
@@ -250,12 +235,10 @@ def _check_classes(
         before = saved[name].get("class", facts["class"])
         if before != kind:
             several = "" if class_of(optimizer) == kind and facts["class"] == before else f" for {name}"
-            raise ShardcError(
-                f"the checkpoint is of the optimizer {before}, not {kind}{several}",
-                where=folder,
-                fix=f"use {before}{several}; or start from its weights only: --weights instead of --resume, or"
-                " program.engine(model, weights=folder)",
-            )
+            fix = f"use {before}{several}; or start from its weights only: --weights instead of --resume, or"
+            fix += " program.engine(model, weights=folder)"
+            fault = f"the checkpoint is of the optimizer {before}, not {kind}{several}"
+            raise ShardcError(fault, where=folder, fix=fix)
 
 
 def _check_settings(
@@ -267,10 +250,8 @@ def _check_settings(
         ours, theirs = _settings(saved[first]), _settings(saved[name])
         if other := [k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k)]:
             k = min(other)
-            fault = (
-                f"parameters of optimizer group {i} had different settings when they were saved: {k} was"
-                f" {ours.get(k)} for {first} and {theirs.get(k)} for {name}"
-            )
+            fault = f"parameters of optimizer group {i} had different settings when they were saved: {k} was"
+            fault += f" {ours.get(k)} for {first} and {theirs.get(k)} for {name}"
             errors.add(fault, where=folder, fix="make the same groups as before, or load it with optimizer=None")
             return
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
@@ -17,7 +17,6 @@ from shardc.runtime.state.boxes import Sliced, in_memory_by_name
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
-from shardc.runtime.state.quantized import plain_state
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 
@@ -52,7 +51,7 @@ def weights(source: Any, seed: int) -> Weights:
 
     source: one of
         nn.Module with weights           not changed
-        a function that builds the model run without memory (or its `Recipe`): each parameter is computed separately
+        a function that builds the model run without memory: each parameter is computed separately
         nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
         {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.weight_files reads
     """
@@ -61,29 +60,14 @@ def weights(source: Any, seed: int) -> Weights:
         unset = [n for n, x in named.items() if x.is_meta]
         made = record_reset(source).tensors(seed) if unset else {}
         return Weights("model", in_memory_by_name(named, computed=True) | {n: made[n] for n in unset}, source)
-    if isinstance(source, Recipe):
-        return Weights("model", source.tensors(seed))
-    if isinstance(source, Mapping):
-        check_flat(source)
-        return Weights("state_dict", in_memory_by_name(plain_state(source), computed=True))
-    if isinstance(source, (str, Path, WeightFiles)):
+    if isinstance(source, (str, Path, WeightFiles, Mapping)):
         files = open_weights(source)
-        return Weights(f"file {files.path.name}", files.tensors)
+        return Weights("state_dict" if files.what == "in memory" else f"file {files.path.name}", files.tensors)
     if callable(source):
         model, recipe = record(source)
         return Weights("model", recipe.tensors(seed), model, recipe.notes, recipe.folder)
     fix = "pass a model, a function that builds it, a state_dict or the path of one"
     raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
-
-
-def check_flat(state_dict: Mapping[str, Any]) -> None:
-    """Raise ShardcError for a dict with a state_dict inside, as training loops save with other things."""
-    if any(isinstance(x, Tensor) for x in state_dict.values()):
-        return
-    for key, x in state_dict.items():
-        if isinstance(x, Mapping) and any(isinstance(y, Tensor) for y in x.values()):
-            fix = f"pass that one: state_dict[{key!r}]"
-            raise ShardcError(f"the weights are a state_dict under the key {key!r}", where="state_dict", fix=fix)
 
 
 def weights_for(model: Any, files: Any, seed: int) -> Weights:
@@ -94,8 +78,6 @@ def weights_for(model: Any, files: Any, seed: int) -> Weights:
     """
     if isinstance(model, (str, Path)) and files is None:
         model, files = None, model
-    if isinstance(files, Mapping):
-        check_flat(files)
     if model is None and files is not None and not isinstance(files, Mapping):
         model = hf_builder(files.path if isinstance(files, WeightFiles) else Path(files))
     if model is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -20,27 +21,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardc.errors import ShardcError
+from shardc.ir import type_text
 from shardc.runtime.state import disk_calls
 
-#: safetensors' names of dtypes, for those that both it and torch have.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
+#: safetensors' names of dtypes, for those that both it and torch have: mostly those of a program's text, in capitals.
+DTYPES = {name.upper(): dtype for dtype, name in type_text.DTYPES.items() if not name.startswith(("f8", "c128"))} | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Bytes that are written or read at once, and hashed while they are in the cache.
@@ -86,6 +74,35 @@ def open_safetensors(path: Path) -> Any:
         with disk_calls.opened(path, links=True):  # a pipe would block
             return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
-        why = getattr(e, "strerror", None) or e
         fix = "copy or download the file again: it is truncated, damaged, or not a .safetensors file"
+        why, fix = instead(path) or (getattr(e, "strerror", None) or e, fix)
         raise ShardcError(f"the file cannot be read: {why}", where=str(path), fix=fix) from None
+
+
+_AGAIN = "copy or download it again"
+#: How files begin that lie in the place of weights, what they are, and what to do.
+_BEGIN = (
+    (b"version https://git-lfs", "it is a pointer of Git LFS", "git lfs pull, or hf download NAME --local-dir FOLDER"),
+    (b"<", "it is a web page", f"{_AGAIN}; a page in the place of a file often asks for a login (hf auth login)"),
+    (b"GGUF", "it is a GGUF file", "download the model's .safetensors files"),
+)
+
+
+def instead(path: Path) -> tuple[str, str] | None:
+    """Return what is in a file that cannot be read as weights, and what to do; None if nothing is known."""
+    try:
+        with disk_calls.opened(path, links=True) as descriptor:
+            size, begin = os.fstat(descriptor).st_size, os.pread(descriptor, 64, 0)
+            end = 8 + int.from_bytes(begin[:8], "little")
+            head = os.pread(descriptor, min(end, MAX_HEADER), 0)[8:] if begin[8:9] == b"{" else b""
+    except OSError:
+        return None
+    if not size:
+        return "it is empty", _AGAIN
+    try:
+        end += max(x["data_offsets"][1] for name, x in json.loads(head).items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError):
+        head = head if end > size else b""
+    if head and end > size:
+        return f"it is truncated, at byte {size} of {end}", _AGAIN
+    return next((row[1:] for row in _BEGIN if begin.startswith(row[0])), None)

@@ -6,9 +6,9 @@ shardc wrote that format before, and torch's tools and other libraries use it.
     DIR/__0_0.distcp ...      each box as a file of torch.save, one after the other
     DIR/manifest.json         of shardc: the optimizer's settings, the caller's `extra`
 
-`.metadata` must be unpickled, which shardc's own format avoids. So a separate process imports a checkpoint
-(`python -m shardc.runtime.state.torch_format OLD NEW`), with an unpickler that only finds the few classes that torch
-uses. torch's own code reads and writes the rest, one tensor at a time.
+`.metadata` must be unpickled, which shardc's own format avoids. So only `shardc checkpoint import` does it, a process
+of its own, with an unpickler that only finds the few classes that torch uses. torch's own code reads and writes the
+rest, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import io
 import json
 import pickle
 import re
-import subprocess
-import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,7 +38,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Box
-from shardc.runtime.state.checkpoint_folder import check_files, is_checkpoint, newest, read_box, read_index
+from shardc.runtime.state.checkpoint_folder import check_files, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving import Plan, Saves
 
@@ -54,19 +52,19 @@ _KEYS = ("model.", "optimizer.")
 
 
 def import_checkpoint(folder: Path, new: Path) -> str:
-    """Convert a checkpoint of torch.distributed.checkpoint in a separate process; return its output.
+    """Convert a checkpoint of torch.distributed.checkpoint; return a line about it.
 
     Raises ShardcError if it cannot be read, or is no such checkpoint.
     """
-    command = [sys.executable, "-m", "shardc.runtime.state.torch_format", str(folder), str(new)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 2:
-        (error, *_) = json.loads(done.stdout)
-        raise ShardcError(error["what"], where=error["where"], fix=error["fix"])
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"])[-1]
-        raise ShardcError(f"it cannot be read: {last}", where=str(folder), fix="check whether torch itself reads it")
-    return done.stdout.strip()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that there are no other ranks
+            return _import(folder, new)
+    except (ShardcError, OSError):
+        raise
+    except Exception as e:  # a malformed file can raise any error in torch
+        fix = "check whether torch itself reads it"
+        raise ShardcError(f"it cannot be read: {type(e).__name__}: {e}", where=str(folder), fix=fix) from e
 
 
 def _import(folder: Path, new: Path) -> str:
@@ -75,11 +73,8 @@ def _import(folder: Path, new: Path) -> str:
         file = folder / str(info.relative_path)
         if not _FILE.fullmatch(str(info.relative_path)) or file.is_symlink() or not file.is_file():
             fix = "the checkpoint is not complete, or not to be trusted"
-            raise ShardcError(
-                f"the checkpoint names a file that torch does not write: {str(info.relative_path)!r}",
-                where=str(folder),
-                fix=fix,
-            )
+            fault = f"the checkpoint names a file that torch does not write: {str(info.relative_path)!r}"
+            raise ShardcError(fault, where=str(folder), fix=fix)
     reader = FileSystemReader(folder)
     reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
 
@@ -89,12 +84,12 @@ def _import(folder: Path, new: Path) -> str:
         load({key: x}, storage_reader=reader, no_dist=True)
         return x
 
-    plan, left = Plan(_facts(manifest)), []
-    for key, entry in metadata.state_dict_metadata.items():
-        name = _name(key, manifest is not None)
-        if name is None or not isinstance(entry, TensorStorageMetadata):
-            left.append(key)
-            continue
+    plan, stored = Plan(_facts(manifest)), metadata.state_dict_metadata
+    tensors = {key: x for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
+    names = _names(tensors, ours=manifest is not None)
+    left = [key for key in stored if key not in names]
+    for key, name in names.items():
+        entry = tensors[key]
         dtype, shape = entry.properties.dtype, tuple(entry.size)
         boxes = [Box.alone((0,) * len(shape), shape)] if 0 not in shape else []
         plan.add(name, dtype, shape, boxes, functools.partial(read, key, shape, dtype))
@@ -131,44 +126,38 @@ def _read_metadata(path: Path) -> Metadata:
         fix = "nothing in it was run; copy the checkpoint again from its source"
         raise ShardcError(f"it is not a file of torch: {str(e).splitlines()[0]}", where=str(path), fix=fix) from None
     if not isinstance(metadata, Metadata):
-        raise ShardcError(
-            f"it is a pickle of a {type(metadata).__name__}, not torch's Metadata",
-            where=str(path),
-            fix="name a checkpoint of torch",
-        )
+        fault = f"it is a pickle of a {type(metadata).__name__}, not torch's Metadata"
+        raise ShardcError(fault, where=str(path), fix="name a checkpoint of torch")
     return metadata
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
+    fix = "leave it out to import only tensors"
     try:
         manifest = json.loads(disk_calls.read_file(path, _MAX_METADATA))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:
-        raise ShardcError(
-            f"it cannot be read: {e}", where=str(path), fix="leave it out to import only tensors"
-        ) from None
+        raise ShardcError(f"it cannot be read: {e}", where=str(path), fix=fix) from None
     if not isinstance(manifest, dict) or manifest.get("format") != _MANIFEST_FORMAT:
-        raise ShardcError("it is not a manifest of shardc", where=str(path), fix="leave it out to import only tensors")
+        raise ShardcError("it is not a manifest of shardc", where=str(path), fix=fix)
     return manifest
 
 
 def _facts(manifest: Mapping[str, Any] | None) -> dict[str, Any]:
     table = manifest or {}
-    return {
-        "model": str(table.get("model", "")),
-        "program": "",
-        "mesh": dict(table.get("mesh", {})),
-        "extra": {"step": 0, "seed": 0, **table.get("extra", {})},
-        "optimizer": table.get("optimizer"),
-    }
+    facts = {"model": str(table.get("model", "")), "program": "", "mesh": dict(table.get("mesh", {}))}
+    return {**facts, "extra": {"step": 0, "seed": 0, **table.get("extra", {})}, "optimizer": table.get("optimizer")}
 
 
-def _name(key: str, ours: bool) -> str | None:
-    """Return the name of a tensor here; None for other libraries' optimizer state, whose names differ."""
-    if key.startswith("model.") or (ours and key.startswith(_KEYS)):
-        return key
-    return None if ours or key.startswith(("optim", "scheduler", "extra")) else f"model.{key}"
+def _names(keys: Iterable[str], *, ours: bool) -> dict[str, str]:
+    """Return the names of tensors here, by key; other libraries' optimizer state, whose names differ, is left out."""
+    if ours:
+        return {key: key for key in keys if key.startswith(_KEYS)}
+    model = [key for key in keys if not key.startswith(("optim", "scheduler", "extra"))]
+    # a model's own names may begin so too (`model.embed_tokens`), but not all of them (`lm_head`)
+    inside = all(key.startswith("model.") for key in model)
+    return {key: key if inside else f"model.{key}" for key in model}
 
 
 # --- out
@@ -186,13 +175,11 @@ class _Planner(DefaultSavePlanner):
         return read_box(self._path, self._index, index.fqn, (0,) * len(shape), shape)
 
 
-def export_checkpoint(folder: Path, new: Path) -> str:
+def export_checkpoint(path: Path, new: Path) -> str:
     """Write a checkpoint in the format of torch.distributed.checkpoint, with manifest.json beside it.
 
-    folder: one checkpoint, or the folder whose last one is written. One tensor is in memory at a time. Raises
-    ShardcError for a damaged one.
+    One tensor is in memory at a time. Raises ShardcError for a damaged checkpoint.
     """
-    path = folder if is_checkpoint(folder) else newest(folder)
     index = read_index(path)
     if new.exists() and any(new.iterdir()):
         raise ShardcError("the folder is not empty", where=str(new), fix="name a new one")
@@ -205,17 +192,3 @@ def export_checkpoint(folder: Path, new: Path) -> str:
     manifest |= {"optimizer": index.optimizer} if index.optimizer is not None else {}
     disk_calls.write_file(new / "manifest.json", json.dumps(manifest, indent=2).encode() + b"\n")
     return f"{len(index.tensors)} tensors of {path}"
-
-
-def main(folder: str, new: str) -> int:
-    warnings.simplefilter("ignore")  # torch warns that there are no other ranks
-    try:
-        print(_import(Path(folder), Path(new)))
-    except ShardcError as e:
-        print(json.dumps(e.to_json()))
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -22,8 +22,9 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Numbers, Sliced, in_memory_by_name, index
-from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, read_box, read_index
-from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
+from shardc.runtime.state.checkpoint_folder import checkpoints_in, of_others, read_box, read_index
+from shardc.runtime.state.quantized import plain_state
+from shardc.runtime.state.tensor_file import DTYPES, instead, open_safetensors
 
 
 @dataclass(frozen=True)
@@ -56,40 +57,62 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
     if isinstance(path, WeightFiles):
         return path
     if isinstance(path, Mapping):
-        return WeightFiles(Path("the state_dict"), "in memory", in_memory_by_name(path))
+        _check_flat(path)
+        return WeightFiles(Path("the state_dict"), "in memory", in_memory_by_name(plain_state(path), computed=True))
     path = disk_calls.expanded(path)
-    if (checkpoint := checkpoint_in(path)) is not None:
-        return _of_checkpoint(path, checkpoint)
+    if checkpoints := checkpoints_in(path):
+        return _of_checkpoint(path, checkpoints[0].path)
     files = weight_files(path)
     if not files:
         fix = "name a .safetensors or .bin file, a folder that has some (with their index), or a checkpoint"
         raise ShardcError("there are no weights at this path", where=str(path), fix=fix)
-    return of_files(path, files)
+    opened = of_files(path, files)
+    if not opened.tensors:
+        fix = "save them again: a rank that held none of them wrote this (DeepSpeed ZeRO 3, FSDP)"
+        raise ShardcError("there are no tensors in the weights", where=str(path), fix=fix)
+    return opened
+
+
+def _check_flat(state_dict: Mapping[str, Any]) -> None:
+    """Raise ShardcError for a dict with a state_dict inside, as training loops save with other things."""
+    if any(isinstance(x, Tensor) for x in state_dict.values()):
+        return
+    for key, x in state_dict.items():
+        if isinstance(x, Mapping) and any(isinstance(y, Tensor) for y in x.values()):
+            fix = f"pass that one: state_dict[{key!r}]"
+            raise ShardcError(f"the weights are a state_dict under the key {key!r}", where="state_dict", fix=fix)
 
 
 def of_files(path: Path, files: Sequence[Path]) -> WeightFiles:
     """Return the weights in these files, all safetensors or all torch's. path: what the user named."""
-    return (_of_safetensors if files[0].suffix == ".safetensors" else _of_torch)(path, files)
+    if files[0].suffix == ".safetensors":
+        return _of_safetensors(path, files)
+    return WeightFiles(path, "torch", in_memory_by_name({n: x for file in files for n, x in torch_file(file).items()}))
 
 
 def has_weights(path: str | Path) -> bool:
     """Return whether there is anything at this path that `open_weights` would read."""
     path = disk_calls.expanded(path)
-    return checkpoint_in(path) is not None or bool(weight_files(path))
+    return bool(checkpoints_in(path) or weight_files(path))
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files with the weights at a path: itself, those of an index, or those of a folder."""
+    """Return the files with the weights at a path: itself, those of an index, or those of a folder.
+
+    Raises ShardcError for a checkpoint of another library.
+    """
     if path.is_file():
+        if error := of_others(path):
+            raise error
         return _indexed(path) if path.name.endswith(".index.json") else [path]
-    if not path.is_dir():
-        return []
     for stems, endings in ((_SAFE, (".safetensors",)), (_TORCH, _TORCH_ENDINGS)):
         for name in (f"{stem}{ending}" for stem in stems for ending in endings):
             if (index_file := path / f"{name}.index.json").is_file():
                 return _indexed(index_file)
             if (path / name).is_file():
                 return [path / name]
+    if error := of_others(path):
+        raise error
     return []
 
 
@@ -134,10 +157,6 @@ def _read_safetensors(handle: Any, name: str, dtype: torch.dtype, offset: Number
     return tensor
 
 
-def _of_torch(path: Path, files: Sequence[Path]) -> WeightFiles:
-    return WeightFiles(path, "torch", in_memory_by_name({n: x for file in files for n, x in torch_file(file).items()}))
-
-
 def torch_file(file: Path) -> dict[str, Tensor]:
     """Read the state_dict in a torch file, mapped into memory: pages are read on access."""
     try:
@@ -152,6 +171,9 @@ def torch_file(file: Path) -> dict[str, Tensor]:
         first = str(e).splitlines()[0] if str(e) else type(e).__name__
         if isinstance(e, pickle.UnpicklingError):  # its text names options that do not exist here
             first = "it contains objects other than tensors, such as a whole model (torch.save(model)), which are code"
+        if "zip archive" in first:
+            first, fix = "it is truncated or damaged", "copy or download it again"
+        first, fix = instead(file) or (first, fix)
         raise ShardcError(f"the weights cannot be read: {first}", where=str(file), fix=fix) from e
     for key in ("state_dict", "model_state_dict", "model"):  # keys that training loops use
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -166,19 +188,8 @@ def torch_file(file: Path) -> dict[str, Tensor]:
 # --- a checkpoint of our own ------------------------------------------------------------------------------------------
 
 
-def checkpoint_in(path: Path) -> Path | None:
-    """Return the last checkpoint in a folder of `run --save` or `engine.save`, or the folder itself."""
-    for folder in (path / "checkpoint", path):
-        if folder.is_dir() and is_checkpoint(folder):
-            return folder
-        if folder.is_dir() and (present := generations(folder)):
-            return present[0].path
-    return None
-
-
 def _of_checkpoint(path: Path, checkpoint: Path) -> WeightFiles:
     content = read_index(checkpoint)
-
     tensors = {
         key.removeprefix("model."): Sliced(x.shape, x.dtype, functools.partial(read_box, checkpoint, content, key))
         for key, x in content.tensors.items()

@@ -4,7 +4,7 @@ engine                trains, evaluates, generates and saves on one rank; shows 
 local_model           this rank's part of the model, and the interpreter that runs a batch on it
 update                the optimizer's half of a step; engine_optimizer: makes the user's optimizer on this rank's shards
 evaluation            losses, scores and tokens without training
-saver                 saves the state to files, and moves it to another plan
+engine_state          what an engine saves to files and loads, and moves to another plan
 forward               runs a forward-only program
 module                a program as an nn.Module for a custom loop: its forward; module_running: what it holds, how
                       backward begins and ends, when its parameters are gathered; module_state: what it saves and loads;

@@ -41,16 +41,16 @@ from shardc.runtime.state.quantized import plain
 from shardc.runtime.state.sources import weights_of
 from shardc.runtime.step import engine_optimizer, step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
+from shardc.runtime.step.engine_state import Saver
 from shardc.runtime.step.evaluation import Evaluation
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.step.saver import Saver
 from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import ByName
-from shardc.runtime.zero.optimizer_list import class_of, learning_rates
+from shardc.runtime.zero.several_optimizers import class_of, learning_rates
 
 
 class Engine:
@@ -175,7 +175,7 @@ class Engine:
             )
         schedules = scheduler if trains else None
         self._optimizer_half = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
-        self._evaluation = Evaluation(local, self._checks)
+        self._evaluation = Evaluation(local, self._checks, self._optimizer_half.check_consistent)
         like = skeleton(loaded.model)
         self._saver = Saver(local, self._optimizer_half, self.loaders, self._checks, like, loaded.folder)
         self.loads: tuple[Load, ...] = ()
@@ -297,7 +297,6 @@ class Engine:
 
         If forward branches on `self.training`, the model is compiled once more, in eval mode.
         """
-        self._optimizer_half.check_consistent()
         return self._evaluation.loss(batch, local=local, gather=gather)
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
@@ -307,7 +306,6 @@ class Engine:
         divisors, such as each batch's number of tokens (shardc.runtime.step.means); other single numbers: by rows (a
         note if the loss is one).
         """
-        self._optimizer_half.check_consistent()
         return self._evaluation.losses(batches, local=local)
 
     def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
@@ -319,7 +317,6 @@ class Engine:
         The first call compiles a forward-only program on the same parameters: logits stay split by classes, and are
         computed a few rows at a time. Raises ShardcError if the loss has no cross entropy of class indices, or several.
         """
-        self._optimizer_half.check_consistent()
         return self._evaluation.score(batch, local=local, gather=gather)
 
     def score_all(
@@ -330,7 +327,6 @@ class Engine:
         Only targets that the loss counts. Exact on any mesh. each: called on every rank with the scores of all rows of
         each batch. Raises NoBatchesError without any batch.
         """
-        self._optimizer_half.check_consistent()
         return self._evaluation.scores(batches, local=local, each=each)
 
     def generate(
@@ -356,7 +352,6 @@ class Engine:
         options = needed("generation", "runtime", "Options")(
             tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=ends, seed=seed
         )
-        self._optimizer_half.check_consistent()
         return self._evaluation.generate(prompts, options)
 
     # --- the state
@@ -652,8 +647,8 @@ class Engine:
         return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {kind}, {self.step_count} steps done>"
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        fix = "engine.step(batch) trains, engine.evaluate(batch) evaluates"
-        fix += "; program.module(model) can be called like a model"
+        fix = "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) can be called "
+        fix += "like a model"
         raise ShardcError("an engine cannot be called", where="engine(...)", fix=fix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

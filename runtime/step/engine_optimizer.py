@@ -9,6 +9,7 @@ import torch
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.ir.units import plural
 from shardc.optional import registered
 from shardc.runtime.offload import Offload
 from shardc.runtime.state.owners import Owners
@@ -17,7 +18,7 @@ from shardc.runtime.step.param_groups import groups_of_whole, regroup
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import NamedParameters, replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_matrices, check_sharded, stand_ins_of
-from shardc.runtime.zero.optimizer_list import as_one
+from shardc.runtime.zero.several_optimizers import as_one
 
 #: Of every default optimizer.
 LEARNING_RATE = 3e-4
@@ -91,11 +92,15 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
 
 def _check_parameters(optimizer: torch.optim.Optimizer, trained: NamedParameters, mesh: Any) -> None:
     """Check that the optimizer trains all parameters that it received, and nothing else."""
-    if left := param_groups.not_trained(optimizer, trained):
-        if not param_groups.trains_any(optimizer, trained):
-            fault = "the optimizer has none of the passed parameters: nothing would train"
-            fix = "make it from the function's argument: lambda params: torch.optim.AdamW(params, lr=3e-4)"
-            raise ShardcError(fault, where="optimizer", fix=fix)
-        mesh.note(f"the optimizer has none of {left}: nothing updates them")
-    if others := param_groups.describe_foreign_params(optimizer, trained):
-        mesh.note(f"the optimizer has {others} not passed to it: no step computes a gradient for that")
+    held, given = {id(p): p for group in optimizer.param_groups for p in group["params"]}, {id(p) for _, p in trained}
+    left = [name for name, p in trained if id(p) not in held]
+    if len(left) == len(trained):
+        fault = "the optimizer has none of the passed parameters: nothing would train"
+        fix = "make it from the function's argument: lambda params: torch.optim.AdamW(params, lr=3e-4)"
+        raise ShardcError(fault, where="optimizer", fix=fix)
+    if left:
+        more = f" and {len(left) - 5} more parameters" if len(left) > 5 else ""
+        mesh.note(f"the optimizer has none of {', '.join(left[:5])}{more}: nothing updates them")
+    if others := [str(list(p.shape)) for i, p in held.items() if i not in given]:
+        shapes = f"{plural(len(others), 'parameter')} of shape {', '.join(others[:5])}"
+        mesh.note(f"the optimizer has {shapes} not passed to it: no step computes a gradient for that")

@@ -35,10 +35,10 @@ class NoBatchesError(ShardcError):
 
 
 class Evaluation:
-    """Runs forward only. Arguments and results of its methods are those of the engine's methods."""
+    """Runs forward only, as the engine's methods of these names. check: raises if parameters are of different steps."""
 
-    def __init__(self, model: LocalModel, checks: CheckHooks) -> None:
-        self._model, self._checks = model, checks
+    def __init__(self, model: LocalModel, checks: CheckHooks, check: Callable[[], None]) -> None:
+        self._model, self._checks, self._check = model, checks, check
 
     def loss(self, batch: Any, *, local: bool, gather: bool) -> Any:
         interpreter, _, loss, beside = self._run(batch, local=local)
@@ -82,6 +82,7 @@ class Evaluation:
     def _run(
         self, batch: Any, *, local: bool, use: batch_sizes.Use = "evaluate"
     ) -> tuple[Interpreter, Values, Tensor | None, outputs.Values]:
+        self._check()
         self._checks.forward("engine.evaluate", training=False)
         self._model.buckets.reset(forward=True)
         self._model.rng.training = False
@@ -90,6 +91,7 @@ class Evaluation:
         return interpreter, values, *interpreter.evaluate(values)
 
     def generate(self, prompts: Any, options: Any) -> list[list[int]]:
+        self._check()
         prompts = needed("generation", "runtime", "Prompts").of(prompts)
         self._checks.forward("engine.generate", training=False)
         self._model.gather_written()

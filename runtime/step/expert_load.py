@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import fx
 
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
@@ -42,16 +41,15 @@ class Loads:
 
     def __init__(self, program: Program, mesh: Any) -> None:
         self.mesh = mesh
-        self.layers: list[
-            tuple[str, str, int, int, int]
-        ] = []  # op, module, experts, ranks with the same tokens, ranks with the layer
+        #: (op, module, experts, ranks with the same tokens, ranks with the layer) of each.
+        self.layers: list[tuple[str, str, int, int, int]] = []
         for stage in program.stages:
             for node in stage.graph.find_nodes(op="call_function", target=experts_route):
-                index: Any = node.args[0]
+                index, _, _, experts, *_ = cast(Any, node.args)
                 having = program.mesh.world // (program.mesh.size(program.axis) if program.axis else 1)
                 split = [a for a, _ in index.meta["value"].layout.shards(0)]
                 same = having // math.prod(program.mesh.size(a) for a in split)
-                self.layers.append((node.name, source_of(node).module, _experts(node), same, having))
+                self.layers.append((node.name, source_of(node).module, int(experts), same, having))
 
     def __call__(self, routings: Sequence[Routing]) -> tuple[Load, ...]:
         """Return the loads of all layers, in their order, on every rank."""
@@ -59,9 +57,8 @@ class Loads:
             return ()
         row = {name: i for i, (name, *_) in enumerate(self.layers)}
         width = max(experts for _, _, experts, _, _ in self.layers)
-        counts = torch.zeros(
-            len(self.layers), width + 2, dtype=torch.float64
-        )  # tokens of each expert, dropped, rows here
+        # tokens of each expert, dropped, rows here
+        counts = torch.zeros(len(self.layers), width + 2, dtype=torch.float64)
         for tag, chosen, rows in routings:
             if tag in row:
                 *tokens, dropped = chosen.tolist()
@@ -77,8 +74,3 @@ class Loads:
             share = none / max(float(load.sum()) + none, 1)
             loads.append(Load(module, tuple(map(round, load.tolist())), share, float(most[i]) / mean if mean else 1.0))
         return tuple(loads)
-
-
-def _experts(node: fx.Node) -> int:
-    count: Any = node.args[3]
-    return int(count)

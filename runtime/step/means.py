@@ -20,6 +20,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,31 +74,25 @@ class Divisor:
     size: a number of elements. `size` and `amounts` add up over batches, `constants` do not.
     """
 
-    value: float
     size: float | None = None
     amounts: tuple[float, ...] = ()
     constants: tuple[float, ...] = ()
     of_amounts: fx.GraphModule | None = None
 
-    @classmethod
-    def count(cls, number: float) -> Divisor:
-        """Return a divisor that is only a number of things."""
-        return cls(number, number)
+    @cached_property
+    def value(self) -> float:
+        value = 1.0 if self.size is None else self.size
+        if self.of_amounts is None:
+            return value
+        dtypes = ((x, None if isinstance(x, bool) else torch.float64) for x in (*self.amounts, *self.constants))
+        return value * math.prod(map(float, self.of_amounts(*(torch.tensor(x, dtype=dtype) for x, dtype in dtypes))))
 
     def joined(self, other: Divisor) -> Divisor:
         """Return the divisor of the rows of both batches."""
         if len(self.amounts) != len(other.amounts) or (self.size is None) != (other.size is None):
-            return Divisor.count(self.value + other.value)  # batches of other sizes, with another formula
+            return Divisor(self.value + other.value)  # batches of other sizes, with another formula
         size = None if self.size is None or other.size is None else self.size + other.size
-        amounts = tuple(a + b for a, b in zip(self.amounts, other.amounts, strict=True))
-        value = 1.0 if size is None else size
-        if self.of_amounts is not None:
-            numbers = [
-                torch.tensor(x, dtype=None if isinstance(x, bool) else torch.float64)
-                for x in (*amounts, *self.constants)
-            ]
-            value *= math.prod(float(x) for x in self.of_amounts(*numbers))
-        return replace(self, value=value, size=size, amounts=amounts)
+        return replace(self, size=size, amounts=tuple(map(operator.add, self.amounts, other.amounts)))
 
 
 class Means:
@@ -131,7 +126,7 @@ class Means:
                 continue
             number = values[o.name].item()
             if o.divisor:
-                self._add(o.name, number, Divisor.count(values[o.divisor].item()))
+                self._add(o.name, number, Divisor(values[o.divisor].item()))
             elif o.dtype.is_floating_point or o.dtype == torch.bool:
                 self._add_mean(o.name, values[o.name], divided_by.get(o.name), rows)
             else:
@@ -143,7 +138,7 @@ class Means:
         self._by_rows[name] = total + float(mean) * rows, of_rows + rows
         if divisor is None:
             self.undivided.add(name)
-        divisor = divisor or Divisor.count(rows)
+        divisor = divisor or Divisor(rows)
         self._add(name, float(mean) * divisor.value if divisor.value else 0.0, divisor)
 
     def _add(self, name: str, number: float, divisor: Divisor) -> None:
@@ -181,21 +176,19 @@ class _Formula:
     amounts: (node, factor) pairs; without a node: the factor alone. constants: nodes.
     """
 
-    term: _Term
+    size: float | None
     amounts: tuple[tuple[fx.Node | None, float], ...]
     constants: tuple[fx.Node, ...]
     of_amounts: fx.GraphModule
 
     def nodes(self) -> tuple[fx.Node, ...]:
         """Return the nodes that must be computed from a batch."""
-        return (*self.term.divisors, *(n for n, _ in self.amounts if n is not None), *self.constants)
+        return (*(n for n, _ in self.amounts if n is not None), *self.constants)
 
     def divisor(self, numbers: Iterator[float]) -> Divisor:
         """Compute the divisor. numbers: the values of `nodes`."""
-        value = math.prod([next(numbers) for _ in self.term.divisors], start=self.term.size or 1.0)
         amounts = tuple(factor if n is None else factor * next(numbers) for n, factor in self.amounts)
-        constants = tuple(next(numbers) for _ in self.constants)
-        return Divisor(value, self.term.size, amounts, constants, self.of_amounts)
+        return Divisor(self.size, amounts, tuple(next(numbers) for _ in self.constants), self.of_amounts)
 
 
 class MeanDivisors:
@@ -220,7 +213,7 @@ class MeanDivisors:
             if formula is not None:
                 self._formulas[name] = formula
             elif len(counts) == 1 and not by_batch:
-                self._fixed[name] = Divisor.count(*counts)
+                self._fixed[name] = Divisor(counts[0])
             if len(by_batch) + len(sizes) > 1:
                 self.several.add(name)
         nodes = tuple(n for f in self._formulas.values() for n in f.nodes())
@@ -333,12 +326,8 @@ class _Finder:
 
     def _counts(self, number: float, summed: fx.Node) -> bool:
         """Return whether a Python number counts summed elements, as `x.numel()` does: a multiple of the rows."""
-        return (
-            math.isfinite(number)
-            and number == int(number) > 0
-            and _elements(summed) % int(number) == 0
-            and int(number) % self.rows == 0
-        )
+        whole = math.isfinite(number) and number == int(number) > 0
+        return whole and _elements(summed) % int(number) == 0 and int(number) % self.rows == 0
 
 
 def _number(n: fx.Node) -> float:
@@ -388,7 +377,7 @@ def _formula(term: _Term, batch: frozenset[str]) -> _Formula | None:
         else:
             copies[n] = graph.node_copy(n, copies.__getitem__)
     graph.output(tuple(copies[d] for d in term.divisors))
-    return _Formula(term, tuple(amounts), tuple(constants), fx.GraphModule(nn.Module(), graph))
+    return _Formula(term.size, tuple(amounts), tuple(constants), fx.GraphModule(nn.Module(), graph))
 
 
 def _computed(node: fx.Node, known: dict[Any, int]) -> int:

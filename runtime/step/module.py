@@ -28,7 +28,7 @@ from shardc.runtime.state.sources import weights_of
 from shardc.runtime.step import engine_optimizer
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.module_parts import add_parts, parent_of
-from shardc.runtime.step.module_running import Running, running_of
+from shardc.runtime.step.module_running import Running
 from shardc.runtime.step.module_state import ModuleState, check_marks, mark
 from shardc.runtime.zero.buckets import Buckets
 
@@ -73,7 +73,7 @@ class ShardedModule(ModuleState):
         parts, buffers = local_parts(program, loaded, mesh, broadcast=broadcast, on_whole=checks.whole_weight)
         buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
         source = model if isinstance(model, nn.Module) else loaded.model
-        self._register(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
+        self._register(Running(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
 
     def _register(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
         """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
@@ -98,8 +98,7 @@ class ShardedModule(ModuleState):
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
         self._running = running
         running.read_buffers = WeakMethod(self._buffers_by_name)
-        running.checks.new_model(running)
-        running.checks.watch_module(self, running.updates)
+        running.checks.new_model(running, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Copy the module with new parameters and buffers, on the same mesh, as weight averages need.
@@ -119,7 +118,7 @@ class ShardedModule(ModuleState):
         result = ShardedModule.__new__(ShardedModule)
         nn.Module.__init__(result)
         buffers = {name: b.clone() for name, b in self._buffers_by_name().items()}
-        result._register(running_of(r.program, r.model, r.mesh, rng, buckets, r.checks.copy(r.model)), buffers, self)
+        result._register(Running(r.program, r.model, r.mesh, rng, buckets, r.checks.copy(r.model)), buffers, self)
         memo[id(self)] = result
         memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
         for copied, m in zip(result.modules(), self.modules(), strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,29 +24,23 @@ from shardc.runtime.step import batch_sizes
 from shardc.runtime.zero.buckets import Buckets
 
 
-@dataclass
 class Running:
-    """The state of a ShardedModule other than parameters and buffers.
+    """The state of a ShardedModule other than parameters and buffers. model: source of the weights.
 
     One attribute holds it, so that no name of the model can clash.
     """
 
-    program: Program
-    model: Any
-    mesh: Any
-    rng: Rng
-    stage: RunnableStage
-    buckets: Buckets
-    updates: Updates
-    norm: GradNorm
-    summed: tuple[str, ...]  # parameters whose gradient is not final after the graph's backward, or is of a part
-    checks: CheckHooks
-    slices: Slices
-    saves: Saves
-    #: Reads the module's buffers: a weak reference, because the module holds this object.
-    read_buffers: Callable[[], Callable[[], dict[str, Tensor]] | None] = lambda: None
-    eval: tuple[Program, RunnableStage, dict[str, Tensor]] | None = None
-    waiting: weakref.WeakSet[JointCall] = field(default_factory=weakref.WeakSet)  # for their backward
+    def __init__(self, program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: CheckHooks) -> None:
+        self.program, self.model, self.mesh, self.rng = program, model, mesh, rng
+        self.buckets, self.checks, self.stage = buckets, checks, only_stage(program, mesh)
+        self.updates, self.norm, self.saves = Updates(buckets), GradNorm(program, buckets.owned, mesh), Saves(mesh)
+        self.slices = Slices(self)
+        #: Parameters whose gradient is not final after the graph's backward, or is of a part.
+        self.summed = sorted(buckets.names | {p.name for p in program.params if norm_axes(program, p.name)})
+        #: Reads the module's buffers: a weak reference, because the module holds this object.
+        self.read_buffers: Callable[[], Callable[[], dict[str, Tensor]] | None] = lambda: None
+        self.eval: tuple[Program, RunnableStage, dict[str, Tensor]] | None = None
+        self.waiting = weakref.WeakSet[JointCall]()  # for their backward
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
@@ -113,25 +106,6 @@ class Running:
         with tensor_parts.plain():
             self.buckets.finish()
             self.checks.gradients()
-
-
-def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: CheckHooks) -> Running:
-    """Build the state of a module. model: source of the weights."""
-    split = {p.name for p in program.params if norm_axes(program, p.name)}
-    return Running(
-        program,
-        model,
-        mesh,
-        rng,
-        only_stage(program, mesh),
-        buckets,
-        Updates(buckets),
-        GradNorm(program, buckets.owned, mesh),
-        tuple(sorted(buckets.names | split)),
-        checks,
-        Slices(program, mesh, buckets.shards),
-        Saves(mesh),
-    )
 
 
 class Updates:

@@ -21,7 +21,7 @@ from shardc.runtime.state.parts import full_state_dict
 from shardc.runtime.state.saving import planned
 from shardc.runtime.step import resumed
 from shardc.runtime.step.module_running import Running
-from shardc.runtime.zero.optimizer_list import as_one
+from shardc.runtime.zero.several_optimizers import as_one
 
 
 class ModuleState(nn.Module):

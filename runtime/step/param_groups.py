@@ -16,11 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir import patterns
+from shardc.ir import patterns, similar_names
 from shardc.ir.program import Program
-from shardc.ir.units import plural
 from shardc.runtime.zero.named_parameters import NamedParameters, stand_in
-from shardc.runtime.zero.optimizer_list import OptimizerList, as_one, members_of
+from shardc.runtime.zero.several_optimizers import OptimizerList, as_one, members_of
 
 #: How similar an unknown setting must be to one of the optimizer's to count as a misspelling: optimizers may have group
 #: settings that are not among their defaults.
@@ -61,14 +60,8 @@ def groups(
             fault = f"its settings are a {type(settings[g]).__name__}, not a dict"
             errors.add(fault, where=where, fix=f'write {{"{g}": {{"weight_decay": 0.0}}}}')
         elif i not in hit:
-            near = patterns.nearest(g, every)
-            fix = (
-                f"did you mean {near!r}?"
-                if near
-                else f"name parameters, such as {every[0]!r}"
-                if every
-                else "leave the group out"
-            )
+            other = f"name parameters, such as {every[0]!r}" if every else "leave the group out"
+            fix = similar_names.did_you_mean(g, every, other)
             errors.add("it matches no trainable parameter", where=where, fix=fix)
         elif i not in won.values():
             taken = next(globs[k] for name, k in won.items() if any(patterns.match(g, n) for n in known[name]))
@@ -116,7 +109,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise ShardcError(fault, where="optimizer", fix=fix)
         for i, group in enumerate(m.param_groups):
             for key in group.keys() - m.defaults.keys() - {"params", "param_names"}:
-                if near := patterns.nearest(key, m.defaults, cutoff=_CUTOFF):
+                if near := similar_names.nearest(key, m.defaults, cutoff=_CUTOFF):
                     fault = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
                     errors.add(fault, where=f"parameter group {i}", fix=f"did you mean {near!r}?")
             names = group.get("param_names", [])
@@ -134,26 +127,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         fault = f"{names[0]} is in {one} and in {other}, which would both update it{more}"
         errors.add(fault, where="optimizer", fix="give each parameter to one of the optimizers")
     errors.raise_any()
-
-
-def trains_any(optimizer: torch.optim.Optimizer, params: NamedParameters) -> bool:
-    """Return whether any group of the optimizer has one of the parameters."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return any(id(p) in trained for _, p in params)
-
-
-def describe_foreign_params(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
-    """Describe parameters of an optimizer that it did not receive from the engine; "" if there are none."""
-    known = {id(p) for _, p in params}
-    shapes = [str(list(p.shape)) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    return f"{plural(len(shapes), 'parameter')} of shape {', '.join(shapes[:5])}" if shapes else ""
-
-
-def not_trained(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
-    """List the parameters that no group of the optimizer has, as text; "" if there are none."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [name for name, p in params if id(p) not in trained]
-    return ", ".join(left[:5]) + (f" and {len(left) - 5} more parameters" if len(left) > 5 else "")
 
 
 #: The groups of each optimizer, with names in place of parameters.

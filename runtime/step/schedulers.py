@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, 
 
 from shardc.errors import ShardcError
 from shardc.runtime.state.checkpoint_index import like, plain
-from shardc.runtime.zero.optimizer_list import OptimizerList
+from shardc.runtime.zero.several_optimizers import OptimizerList
 
 #: What `optimizer=` returned (an optimizer, or a list of them) -> a scheduler, or a list of them.
 SchedulerOf = Callable[[Any], Any]

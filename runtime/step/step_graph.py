@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +42,14 @@ SEEN = 50  # batch sizes whose steps are counted; then the count begins again: s
 Result = tuple[Tensor, dict[str, Tensor], outputs.Values]
 
 
-class Graph(Protocol):
-    """A recorded graph."""
-
-    def recording(self) -> AbstractContextManager[Any]:
-        """Record the ops inside this context without running them."""
-
-    def replay(self) -> None:
-        """Run the recorded ops."""
-
-
 class CudaGraph:
-    """A graph of torch.cuda. pool: memory that graphs share; only one of them runs at a time."""
+    """A recorded graph. pool: memory that graphs share; only one of them runs at a time."""
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def recording(self) -> AbstractContextManager[Any]:
+        """Record the ops inside this context without running them."""
         # other threads may continue meanwhile: those that save, read batches, watch NCCL
         graph: Any = torch.cuda.graph
         context: AbstractContextManager[Any] = graph(self._graph, self._pool, capture_error_mode="thread_local")
@@ -68,7 +59,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-def graphs_of(device: torch.device) -> Callable[[], Graph] | None:
+def graphs_of(device: torch.device) -> Callable[[], CudaGraph] | None:
     """Return a function that makes graphs for a device; None if it has none."""
     if device.type != "cuda":
         return None
@@ -83,7 +74,7 @@ class _Recorded:
     inputs: per microbatch {name: where the graph reads it}; buffers: likewise. restore_grads: sets `.grad` again.
     """
 
-    graph: Graph
+    graph: CudaGraph
     inputs: list[dict[str, Tensor]]
     buffers: dict[str, Tensor]
     result: Result
@@ -113,7 +104,7 @@ class StepGraphs:
     mesh: Any
     rng: Rng
     buckets: Buckets
-    _make: Callable[[], Graph] | None = None
+    _make: Callable[[], CudaGraph] | None = None
     _seen: dict[Any, int] = field(default_factory=dict)
     _recorded: dict[Any, _Recorded] = field(default_factory=dict)
     _steps: int = 0

@@ -19,9 +19,9 @@ from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.means import LOSS, MeanDivisors
 from shardc.runtime.step.schedulers import NewSchedule, SchedulerOf, Schedulers
-from shardc.runtime.zero.offloaded_optimizer import Paged
 from shardc.runtime.zero.optimizer_check import OverlappedStep
-from shardc.runtime.zero.optimizer_list import prefer_fused
+from shardc.runtime.zero.paged_optimizer import Paged
+from shardc.runtime.zero.several_optimizers import prefer_fused
 
 
 class Update:
@@ -72,14 +72,9 @@ class Update:
         needs_all = clip_norm is not None or nonfinite != "ignore" or self.scaler is not None
         #: Whether an update may begin before all gradients are there.
         self._may_begin_early = not needs_all and not self.model.offload.places
-        self._overlapped = (
-            OverlappedStep(self.optimizer, self.model.owned)
-            if self.optimizer is not None
-            and self._may_begin_early
-            and not self.model.owners.moves
-            and self.model.buckets.sums_outlast_backward
-            else None
-        )
+        overlaps = self._may_begin_early and not self.model.owners.moves and self.model.buckets.sums_outlast_backward
+        optimizer = self.optimizer if overlaps else None
+        self._overlapped = OverlappedStep(optimizer, self.model.owned) if optimizer is not None else None
         self._checks.compare_every(check_every)
 
     def schedule(self, schedulers: Schedulers | None) -> None:
@@ -176,9 +171,7 @@ class Update:
         """Skip or stop if gradients are not finite. Buffers then have their old values, also on a raise."""
         model = self.model
         new, model.buffers = model.buffers, self._buffers_before
-        self._skipping = not_finite.skips_gradient(
-            self._nonfinite, norm, model.program, model.owned, model.mesh, step=model.rng.step + 1
-        )
+        self._skipping = not_finite.skips_gradient(self._nonfinite, norm, model)
         if not self._skipping:
             model.buffers = new
 

@@ -5,9 +5,9 @@
     buckets            all buckets of a rank: when each starts its sum, and when the sum is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
     optimizer_check    tests on a small copy whether an optimizer may be sharded; steps it bucket by bucket
-    optimizer_list     combines several optimizers in one; prefers fused ones on GPUs
+    several_optimizers  combines several optimizers in one; prefers fused ones on GPUs
     named_parameters   the argument of the user's `optimizer(params)`, and what replaces its parameters by shards
-    offloaded_optimizer  an optimizer whose state is outside of the device
+    paged_optimizer    an optimizer whose state is outside of the device, and comes page by page
     trained_params     finds the parameters that get gradients
 
 The optimizer works on a bucket's `.owned`: {name: parameter}: the parameter itself, or the shard of it in this rank's

@@ -39,6 +39,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardc.ir.program import Program
+from shardc.runtime import schedule
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.bucket import Bucket, update_alias
 from shardc.runtime.zero.flat_partition import FlatShard
@@ -72,12 +73,8 @@ class Buckets:
     ) -> None:
         self.mesh = mesh
         offload = offload if offload is not None else Offload(program.spec.data, mesh)
-        coordinate_here = mesh.coordinate(program.axis) if program.axis else 0
-        stages = (
-            {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == coordinate_here}
-            if program.schedule is not None
-            else {0}
-        )
+        at = mesh.coordinate(program.axis) if program.axis else 0
+        stages = {s for s, coordinate in enumerate(schedule.of(program).placement) if coordinate == at}
         self._all = [
             Bucket(program, i, mesh, offload, self._is_last, self._wait_for_earlier, aliased=aliased)
             for i, b in enumerate(program.buckets)

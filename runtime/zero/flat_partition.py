@@ -35,9 +35,7 @@ class Flat:
         params = [program.params_by_name[n] for n in bucket.params]
         shapes = tuple(p.value.local_shape(program.mesh) for p in params)
         # parameters as stored, as ops take them, and their gradients have one layout
-        dtypes = (
-            {p.dtype for p in params} | {bucket.dtype} | ({bucket.compute} if bucket.compute is not None else set())
-        )
+        dtypes = {p.dtype for p in params} | {bucket.dtype, bucket.compute or bucket.dtype}
         aligned = max(ALIGNMENT // min(d.itemsize for d in dtypes), 1)
         return cls(bucket.params, shapes, program.mesh.size(bucket.shard) if bucket.shard else 1, aligned)
 

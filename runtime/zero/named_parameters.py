@@ -45,10 +45,7 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
     """
 
     def __init__(
-        self,
-        pairs: Iterable[tuple[str, nn.Parameter]],
-        known: Mapping[str, tuple[str, ...]],
-        inner: Iterable[str] = (),
+        self, pairs: Iterable[tuple[str, nn.Parameter]], known: Mapping[str, tuple[str, ...]], inner: Iterable[str] = ()
     ) -> None:
         super().__init__(map(_Pair, pairs))
         self.known, self.inner = dict(known), frozenset(inner)
@@ -97,11 +94,8 @@ class ByName(dict[str, nn.Parameter]):
         return super().__contains__(name) or name in self._others
 
     def __setitem__(self, name: str, value: object) -> None:
-        raise ShardcError(
-            "an engine's parameters cannot be replaced",
-            where=f"engine.params[{name!r}] = ...",
-            fix="write into it: with torch.no_grad(): engine.params[name].copy_(value)",
-        )
+        fix = "write into it: with torch.no_grad(): engine.params[name].copy_(value)"
+        raise ShardcError("an engine's parameters cannot be replaced", where=f"engine.params[{name!r}] = ...", fix=fix)
 
     def get(self, name: str, default: Any = None) -> Any:
         return super().get(name, self._others.get(name, default))
@@ -153,9 +147,8 @@ def replace_stand_ins(
     """Replace `stand_ins` by this rank's flat shards, in the optimizer's groups and in existing state."""
     name_of = {id(stand_ins[n]): n for n in shards}
     for group in optimizer.param_groups:
-        group["params"][:] = [
-            owned[name_of[id(p)]] if id(p) in name_of else p for p in group["params"]
-        ]  # in place: others may hold the list
+        # in place: others may hold the list
+        group["params"][:] = [owned[name_of[id(p)]] if id(p) in name_of else p for p in group["params"]]
     for p in [p for p in optimizer.state if id(p) in name_of]:
         name = name_of[id(p)]
         shard, state = shards[name], optimizer.state.pop(p)

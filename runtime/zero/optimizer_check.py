@@ -31,7 +31,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.optional import registered
 from shardc.runtime.zero.flat_partition import FlatShard
-from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.zero.several_optimizers import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes, step_hooks
 
 _STEPS, _SIDE = 3, 4
@@ -361,9 +361,8 @@ class Trial:
         # parameters and their state are not copied but replaced
         memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         memo |= {id(s): {} for s in optimizer.state.values()}
-        options = {
-            k: v for k, v in optimizer.__dict__.items() if k != "step"
-        }  # a scheduler may have wrapped the original's step
+        # a scheduler may have wrapped the original's step
+        options = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(copy.deepcopy(options, memo))
         self._optimizer.state.clear()

@@ -46,7 +46,7 @@ from shardc.runtime import schedule
 from shardc.spec import Spec
 from shardc.version import VERSION
 
-FORMAT = 3
+FORMAT = 4
 
 
 def write(program: Program, folder: str | Path) -> None:
@@ -78,11 +78,8 @@ def check_free(folder: Path, shown: str) -> None:
         return
     present = {f.name for f in folder.iterdir()} if folder.is_dir() else {folder.name}
     try:
-        ours = (
-            {MANIFEST, "__pycache__", *json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]}
-            if present
-            else set()
-        )
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"] if present else ()
+        ours = {MANIFEST, "__pycache__", *listed}
     except (OSError, ValueError, KeyError, TypeError):
         raise ShardcError(f"{shown} exists and is not a shardc artifact", where=shown, fix=fix) from None
     if others := sorted(present - ours):
@@ -192,11 +189,8 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
             return None
         halves = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
         if f"{stage}.py" in files.edited and files.edited.isdisjoint(halves):
-            raise ShardcError(
-                f"{stage}.py was edited, and {halves[0]} and {halves[1]}, which a training step runs, were not",
-                where=files.path(f"{stage}.py"),
-                fix="edit all of them, or compile again",
-            )
+            fault = f"{stage}.py was edited, and {halves[0]} and {halves[1]}, which a training step runs, were not"
+            raise ShardcError(fault, where=files.path(f"{stage}.py"), fix="edit all of them, or compile again")
         forms = [forward, ((), ANY), None] if halves[2] in files else [forward, ()]
         return Joint(*(graph(f, local, form, joint=True) for f, form in zip(halves, forms, strict=False)))
 

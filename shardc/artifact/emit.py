@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,11 +67,9 @@ def function(graph: fx.Graph, program: Program, name: str = "forward", fold: Fol
             continue
         x, value = about.get(node.name), node.meta.get("value")
         if node.name in RESERVED:
-            raise ShardcError(
-                f"{node.name!r} cannot be the name of a parameter, buffer or input",
-                where=what_is(x) if x else "",
-                fix="rename it in the model: programs call their ops by that name",
-            )
+            fault = f"{node.name!r} cannot be the name of a parameter, buffer or input"
+            fix = "rename it in the model: programs call their ops by that name"
+            raise ShardcError(fault, where=what_is(x) if x else "", fix=fix)
         kind = f"  # {value_text(value)}  {what_is(x)}".rstrip() if x is not None else ""
         if "collective" in node.meta:  # a value of another stage
             lines.append(f"    # {source_text(source_of(node))}")
@@ -79,7 +78,7 @@ def function(graph: fx.Graph, program: Program, name: str = "forward", fold: Fol
             kind = f"  # {value_text(value)}"
         lines.append(f"    {node.name},{kind}")
     lines.append("):")
-    last = _last_uses(graph)
+    last = last_uses(graph)
     header, header_source = source_text(Source()), (Source(), "")
     for node in fold.nodes(graph, "call_function"):
         if isinstance(node, str):
@@ -96,7 +95,7 @@ def function(graph: fx.Graph, program: Program, name: str = "forward", fold: Fol
             lines.append(f"    {_call(node)}{sent}")
         else:
             lines.append(f"    {node.name} = {_call(node)}  # {comment(node)}")
-        gone = [n for n in last.get(node, ()) if n != node.name or node.target not in EFFECTS]
+        gone = [n.name for n in last[node] if n.op == "call_function" and (n is not node or n.target not in EFFECTS)]
         if gone:
             lines.append(f"    del {', '.join(gone)}")
     return "\n".join([*lines, f"    return {_arg(graph.output_node().args[0])}"]) + "\n"
@@ -174,11 +173,8 @@ def text(program: Program, *, full: bool = False) -> str:
 
 def who(program: Program, stage: int) -> str:
     """Return the ranks that run a stage, in words."""
-    return (
-        "every rank"
-        if program.schedule is None
-        else f"every rank with {program.axis}={program.schedule.placement[stage]}"
-    )
+    s = program.schedule
+    return "every rank" if s is None else f"every rank with {program.axis}={s.placement[stage]}"
 
 
 def _head(program: Program, fold: Fold) -> Iterator[str]:
@@ -214,23 +210,16 @@ def _head(program: Program, fold: Fold) -> Iterator[str]:
 
 def _offload(program: Program) -> Iterator[str]:
     names = {"optimizer": "optimizer state", "parameters": "parameters' parts"}
-    if used := program.spec.data.offload.used if program.spec else {}:
-        places = (
-            f"{names[kind]} on the cpu" if place == "cpu" else f"{names[kind]} in files of {plain(place)}"
-            for kind, place in used.items()
-        )
-        yield f"# offload: {'; '.join(places)}"
+    used = program.spec.data.offload.used if program.spec else {}
+    places = {kind: "on the cpu" if place == "cpu" else f"in files of {plain(place)}" for kind, place in used.items()}
+    if places:
+        yield f"# offload: {'; '.join(f'{names[kind]} {place}' for kind, place in places.items())}"
 
 
 def param_text(p: Param) -> str:
     names = plain(" = ".join((p.fqn, *p.aliases)))
-    reduced = (
-        f"  sum over {'+'.join(p.reduce)}, bucket {p.bucket}"
-        if p.reduce
-        else f"  bucket {p.bucket}"
-        if p.bucket >= 0
-        else ""
-    )
+    summed = f"sum over {'+'.join(p.reduce)}, " if p.reduce else ""
+    reduced = f"  {summed}bucket {p.bucket}" if p.reduce or p.bucket >= 0 else ""
     return f"{names}  {show(p.shape, p.dtype, p.layout)}{reduced}{'' if p.requires_grad else '  frozen'}"
 
 
@@ -248,30 +237,26 @@ def output_text(o: Output, program: Program) -> str:
     return plain("  ".join([o.name, show(o.shape, o.dtype, o.layout), *([", ".join(adds)] if adds else [])]))
 
 
+#: What is split, by the level of ZeRO.
+_SPLIT = ("", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
+
+
 def bucket_text(b: Bucket, program: Program) -> str:
     nbytes = size(sum(program.param(n).value.nbytes(program.mesh) for n in b.params))
+    some = f"{nbytes}, from {b.params[0]} to {b.params[-1]}"
     if not b.zero:
-        return (
-            f"all_reduce over {'+'.join(b.axes)} of {plural(len(b.params), 'gradient')}, {nbytes}, from {b.params[0]}"
-            f" to {b.params[-1]}"
-        )
-    kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(
-        " and ", ", ", b.zero - 2 if b.zero > 2 else 0
-    )
-    params = f"{plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to {b.params[-1]}"
+        return f"all_reduce over {'+'.join(b.axes)} of {plural(len(b.params), 'gradient')}, {some}"
+    params = f"{plural(len(b.params), 'parameter')}, {some}"
     ahead = f"{plural(program.spec.data.prefetch, 'bucket')} ahead"
     if program.forward_only and b.zero == 3:
         return f"parameters split over {b.shard}: {params}; all_gather in forward, {ahead}"
     each = " of each microbatch" if b.each and program.microbatches > 1 else ""
     ways = [f"reduce_scatter over {b.shard}{each}"] if b.shard in b.axes else []
-    ways += (
-        [f"all_reduce of the part over {'+'.join(a for a in b.axes if a != b.shard)}"]
-        if set(b.axes) - {b.shard}
-        else []
-    )
+    rest = [a for a in b.axes if a != b.shard]
+    ways += [f"all_reduce of the part over {'+'.join(rest)}"] if rest else []
     often = "once a step" if b.keep else f"in forward and in backward, {ahead}"
     after = f"all_gather {'in 8 bits ' if b.rounded else ''}{often}" if b.zero == 3 else "all_gather after the update"
-    return f"{kept} split over {b.shard}: {params}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
+    return f"{_SPLIT[b.zero]} split over {b.shard}: {params}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
 
 
 def edge_text(e: Edge, program: Program) -> str:
@@ -326,9 +311,8 @@ def comment(node: fx.Node) -> str:
 def region_text(region: str, kept: Sequence[str], again: int) -> str:
     """Return `region "h.0"`, with ` kept "h.0"` for a kept result, ` again 1` for a repeated collective."""
     names = [json.dumps(n) for n in (region, *kept)]  # escaped: on one line, and read back as they are
-    return " ".join(
-        ["region", names[0], *(["kept", *names[1:]] if kept else []), *(["again", str(again)] if again else [])]
-    )
+    words = ["region", names[0], *(["kept", *names[1:]] if kept else []), *(["again", str(again)] if again else [])]
+    return " ".join(words)
 
 
 def collective_text(c: Collective) -> str:
@@ -371,15 +355,13 @@ def _arg(a: Any) -> str:
     raise TypeError(f"{a!r} of type {type(a).__name__} cannot stand in a program")
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """Return {op: the values that it reads last}: deleting them there keeps memory as eager code would."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        last[node] = node  # until something reads it
-        for used in node.all_input_nodes:
-            last[used] = node
-    gone: dict[fx.Node, list[str]] = {}
+def last_uses(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
+    """Return {node: the values that it is the last to read, or its own if nobody reads it}.
+
+    Deleting them there keeps memory as eager code would.
+    """
+    last = {used: node for node in graph.nodes for used in (node, *node.all_input_nodes)}
+    gone: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for used, user in last.items():
-        if used.op == "call_function" and user.op != "output":
-            gone.setdefault(user, []).append(used.name)
+        gone[user].append(used)
     return gone

@@ -13,16 +13,14 @@ from shardc.rules.core import registry
 from shardc.torch_private import OpOverload
 
 #: Namespaces of ops that come with torch, besides aten: none is a user's. Some ops send, print or start things.
-OF_TORCH = frozenset(
-    (
-        *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_quantized"),
-        *("_test", "bundled_inputs", "c10d", "c10d_functional", "cuda", "debugprims", "dist", "export"),
-        *("fsdp", "higher_order", "inductor", "metal", "mkl", "mkldnn", "mkldnn_prepacked", "mtia"),
-        *("onednn", "prepacked", "prim", "prims", "profiler", "quantized", "quantized_decomposed"),
-        *("rngprims", "sparse", "static_runtime", "streams", "symm_mem", "test", "vulkan_prepack"),
-        "xnnpack",
-    )
-)
+OF_TORCH = {
+    *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_quantized"),
+    *("_test", "bundled_inputs", "c10d", "c10d_functional", "cuda", "debugprims", "dist", "export"),
+    *("fsdp", "higher_order", "inductor", "metal", "mkl", "mkldnn", "mkldnn_prepacked", "mtia"),
+    *("onednn", "prepacked", "prim", "prims", "profiler", "quantized", "quantized_decomposed"),
+    *("rngprims", "sparse", "static_runtime", "streams", "symm_mem", "test", "vulkan_prepack"),
+    "xnnpack",
+}
 #: Types of arguments that are values: tensors, numbers and options.
 _VALUE = re.compile(r"(?:(?:Optional|List)\[)*(?:Tensor|int|float|number|bool|complex|str|Device|SymInt)\]*")
 

@@ -5,13 +5,14 @@
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
 
-patches.py, transformers.py, data_dependent_sizes.py, data_dependent_values.py and rewrite/inner_autograd surround the
-export: they refuse what it would drop silently, and let it trace what it could not. refusals.py explains in the user's
-terms why a capture failed.
+patches.py, transformers.py, data_dependent_sizes.py, value_reads.py (Python that reads values) and
+rewrite/inner_autograd surround the export: they refuse what it would drop silently, and let it trace what it could
+not. refusals.py explains in the user's terms why a capture failed.
 
 The model is captured in the mode it is in: put it in train mode first. It may be on the meta device; it is not changed.
 
 constants               values that are known while a model is traced
+packed_rows             notes on packed rows whose sequences reach one another
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
 masked_rows             rows selected by values, in a fixed size; loops over experts as one op
 equal_layers            equal layers are traced once; the others are copied in the graph
@@ -28,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.capture import attribute_reads, compare_eager, patches, refusals, side_effects, transformers
+from shardc.capture import attribute_reads, compare_eager, packed_rows, patches, refusals, side_effects, transformers
 from shardc.capture.batch import Leaves, keys_of_loss, with_plain_dicts
 from shardc.capture.equal_layers import UnlikeError
 from shardc.capture.export import export
@@ -120,17 +121,17 @@ def capture(
     )
     if rows:
         program = experts.with_experts(program)
-    notes: tuple[str, ...] = ()
+    notes = packed_rows.notes(program, batch) if not generates else ()
     if loss is not None:
         unread = {name for name, n in placeholders(program.graph).items() if not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & keys_of_loss(model, batch)
-        notes = tuple(
+        notes += tuple(
             f"{key}: neither forward nor the loss reads this key of the batch" for key in sorted(map(str, keys))
         )
     seconds, evaluates = round(time.perf_counter() - started, 3), program.evaluates
     if prove and not generates:
-        sinks = transformers.as_one_more_key(written_out=False)
-        with side_effects.unchanged(model), flex_attention.in_eager(), sinks:
+        sinks, uncached = transformers.as_one_more_key(written_out=False), transformers.without_cache(model)
+        with side_effects.unchanged(model), flex_attention.in_eager(), sinks, uncached:
             proof = compare_eager.prove(
                 program, model, batch, lambda b: _eager(model, Leaves(b), loss, forward), changes.set, branches=branches
             )

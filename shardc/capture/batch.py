@@ -129,11 +129,9 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         forward.bind(*args, **kwargs)
     except TypeError as e:
         names, keys = ", ".join(forward.parameters), f" (its keys are {', '.join(kwargs)})" if kwargs else ""
-        raise ShardcError(
-            f"the batch does not fit the model's forward({names}): {e}{keys}",
-            where=source.of_function(model.forward).line,
-            fix=_fitting(forward, args, kwargs, own_loss),
-        ) from None
+        fault = f"the batch does not fit the model's forward({names}): {e}{keys}"
+        fix = _fitting(forward, args, kwargs, own_loss)
+        raise ShardcError(fault, where=source.of_function(model.forward).line, fix=fix) from None
 
 
 def _fitting(forward: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], own_loss: bool) -> str:

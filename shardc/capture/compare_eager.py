@@ -28,7 +28,7 @@ from shardc.ir.graph import calls, copy_graph, source_of, values_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.types import op_name
-from shardc.passes.canonical.norm import BATCH_NORMS
+from shardc.passes.canonical.batch_norm import BATCH_NORMS
 from shardc.runtime.data.inputs import name_of
 from shardc.runtime.stage import op_errors
 from shardc.torch_private import FakeTensor, OpOverload, pytree
@@ -151,11 +151,8 @@ def prove(
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
                 return Proof((f"capture was checked statically only: {why}",))
             place = source.of_exception(e)
-            raise ShardcError(
-                f"the model's forward failed: {type(e).__name__}: {e}",
-                where=place.line,
-                fix=refusals.advice(e),
-            ) from e
+            fault, fix = f"the model's forward failed: {type(e).__name__}: {e}", refusals.advice(e)
+            raise ShardcError(fault, where=place.line, fix=fix) from e
         torch.manual_seed(0)
         with refusals.torch_errors(program.graph):
             got, news, outputs = interpret(program, params, before, inputs)
@@ -199,11 +196,8 @@ def prove(
         if b.updated:
             _compare(errors, "the new value", b.fqn, after[b.fqn], news[b.name])
         elif want is not None and b.constant is None and not torch.equal(before[b.fqn], after[b.fqn]):
-            errors.add(
-                "the model updates the buffer, but the captured graph does not",
-                where=b.fqn,
-                fix="update it with an in-place op in forward",
-            )
+            fault = "the model updates the buffer, but the captured graph does not"
+            errors.add(fault, where=b.fqn, fix="update it with an in-place op in forward")
     for o, value in zip(program.outputs, beside, strict=True):
         _compare(errors, "the output", o.name, value, outputs[o.name])
     errors.raise_any()

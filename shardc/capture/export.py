@@ -20,17 +20,11 @@ from shardc.capture import equal_layers, patches, refusals, side_effects, transf
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch import Leaves, arguments, check_call
 from shardc.capture.constants import FRESH
-from shardc.capture.data_dependent_values import ValueReads, drop_checks, known_values
 from shardc.capture.loss import Forward, Loss, LossOf, values_of_batch
 from shardc.capture.masked_rows.all_rows import with_all_rows
-from shardc.capture.rewrite import (
-    flex_attention,
-    functional_twins,
-    inline_regions,
-    inner_autograd,
-    inplace_ops,
-)
+from shardc.capture.rewrite import flex_attention, functional_twins, inline_regions, inner_autograd, inplace_ops
 from shardc.capture.side_effects import Changes, ForeignParameters
+from shardc.capture.value_reads import ValueReads, drop_checks, known_values
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import is_call, placeholders, producer_of
@@ -83,7 +77,8 @@ def export(
     wrapper.training = model.training
     with (
         warnings.catch_warnings(),
-        transformers.lean_transformers(model),
+        transformers.without_cache(model),
+        transformers.few_masks(),
         transformers.as_one_op(),
         transformers.as_one_more_key(written_out=True),
         patches.export_patches(wrapper.side),

@@ -30,13 +30,7 @@ from shardc.ir.stored import Buffer, Input, Param
 from shardc.torch_private import add_node
 
 
-def lift(
-    model: nn.Module,
-    leaves: Leaves,
-    made: Exported,
-    *,
-    with_loss: bool = True,
-) -> Program:
+def lift(model: nn.Module, leaves: Leaves, made: Exported, *, with_loss: bool = True) -> Program:
     """Convert an exported graph to a Program. with_loss: its first result is the loss; else it has none."""
     exported = made.program
     graph = fx.Graph()
@@ -168,11 +162,9 @@ def _as_in_memory(x: fx.Node, user: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.
     val, copied = x.meta["val"], env[x]
     order = sorted(range(val.dim()), key=lambda d: (-val.stride(d), d))
     if val.storage_offset() or not val.permute(order).is_contiguous():
-        raise ShardcError(
-            "as_strided reads memory of which its operand is a part only, and a program knows values, not memory",
-            where=source.place(user),
-            fix="call .contiguous() on the operand first, or write it as unfold, or as an index",
-        )
+        fault = "as_strided reads memory of which its operand is a part only, and a program knows values, not memory"
+        fix = "call .contiguous() on the operand first, or write it as unfold, or as an index"
+        raise ShardcError(fault, where=source.place(user), fix=fix)
     if order == list(range(val.dim())):
         return copied
     with user.graph.inserting_before(user):

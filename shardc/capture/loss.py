@@ -5,7 +5,6 @@ The loss is in the model's output, or computed by a function of the user. A forw
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -17,6 +16,7 @@ from shardc.capture.batch import Leaves, arguments
 from shardc.capture.rewrite.autograd_function import SideTerm, with_side_terms
 from shardc.errors import ShardcError
 from shardc.ir.outputs import OtherForward
+from shardc.ir.similar_names import did_you_mean
 from shardc.ir.source import of_exception, of_function
 from shardc.torch_private import traced_node
 
@@ -67,11 +67,9 @@ _OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "predict
 def swapped_arguments_error(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
     """Return the error for a loss whose two arguments are in the wrong order."""
     shown = f"({', '.join(names)})" if names else "(batch, output)"
-    return ShardcError(
-        f"{name} takes {shown}, and is called with (output, batch): the model's output comes first",
-        where=of_function(function).line or name,
-        fix=f"write def {name}(output, batch), or {name}=lambda output, batch: ...",
-    )
+    fault = f"{name} takes {shown}, and is called with (output, batch): the model's output comes first"
+    fix = f"write def {name}(output, batch), or {name}=lambda output, batch: ..."
+    return ShardcError(fault, where=of_function(function).line or name, fix=fix)
 
 
 class Names:
@@ -109,6 +107,8 @@ class LossOf(nn.Module):
         self.leaves.nodes = list(map(traced_node, tensors))
         batch = self.leaves.batch(tensors)
         args, kwargs = arguments(self.model, batch, self.loss is not None)
+        if kwargs.get("use_cache") is True and hasattr(getattr(self.model, "config", None), "use_cache"):
+            kwargs = {**kwargs, "use_cache": False}  # as transformers.without_cache does
         output = self.model(*args, **kwargs)
         line = of_function(self.loss or self.model.forward).line
         self.beside.of_loss = self.loss is not None  # errors from here on are the loss's
@@ -152,8 +152,8 @@ class LossOf(nn.Module):
             at, keys = of_exception(e), ", ".join(map(repr, batch))
             name = "the loss" if self.loss is not None else "forward(output, batch)"
             fault = f"{name} reads {e.args[0]!r}, but the batch has {keys}"
-            near = difflib.get_close_matches(str(e.args[0]), [str(k) for k in batch], 1)
-            fix = f"did you mean {near[0]!r}?" if near else "use one of these, or return that key from batch() too"
+            other = "use one of these, or return that key from batch() too"
+            fix = did_you_mean(str(e.args[0]), map(str, batch), other)
             raise at.error(fault, fix) from e
 
     def _flat(self, beside: Mapping[str, Any], line: str) -> list[Tensor]:

@@ -44,19 +44,14 @@ def check_hooks(model: nn.Module) -> None:
     compiled = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     for name in compiled:
         if name.rpartition(".")[0] not in compiled or not name:  # the outermost: modules inside are compiled too
-            errors.add(
-                "the module is scripted or traced by torch.jit, which is not captured",
-                where=name or "the model",
-                fix="pass the nn.Module that was scripted or traced",
-            )
+            fault = "the module is scripted or traced by torch.jit, which is not captured"
+            errors.add(fault, where=name or "the model", fix="pass the nn.Module that was scripted or traced")
     errors.raise_any()
     for name, module in model.named_modules():
         if hooks := [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]:
-            errors.add(
-                "the module has a backward hook, which a captured graph cannot keep",
-                where=_name_with_line(name or type(module).__name__, hooks),
-                fix="remove the hook, or compute what it does in forward",
-            )
+            fault = "the module has a backward hook, which a captured graph cannot keep"
+            fix = "remove the hook, or compute what it does in forward"
+            errors.add(fault, where=_name_with_line(name or type(module).__name__, hooks), fix=fix)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             errors.add(
                 "max_norm writes to the weight in forward, which a program does not",
@@ -74,17 +69,12 @@ def check_hooks(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         tables = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
         if hooks := [hook for table in tables if table for hook in table.values()]:
-            errors.add(
-                "the parameter has a gradient hook, which a captured graph cannot keep",
-                where=_name_with_line(name, hooks),
-                fix="remove the hook; gradient clipping and the like belong to the optimizer step",
-            )
+            fault = "the parameter has a gradient hook, which a captured graph cannot keep"
+            fix = "remove the hook; gradient clipping and the like belong to the optimizer step"
+            errors.add(fault, where=_name_with_line(name, hooks), fix=fix)
         if isinstance(p, nn.parameter.UninitializedParameter):
-            errors.add(
-                "the parameter of a lazy module has no shape yet",
-                where=name,
-                fix="run the model once on a batch before compiling it",
-            )
+            fault = "the parameter of a lazy module has no shape yet"
+            errors.add(fault, where=name, fix="run the model once on a batch before compiling it")
     errors.raise_any()
 
 
@@ -147,18 +137,14 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         return autograd_function.kept(cls, args, side, untraced)
 
     def hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise source.of_call().error(
-            "a tensor hook is registered in forward, which a captured graph cannot keep",
-            "remove register_hook; a custom gradient can be written as x + (y - x).detach()",
-        )
+        fix = "remove register_hook; a custom gradient can be written as x + (y - x).detach()"
+        raise source.of_call().error("a tensor hook is registered in forward, which a captured graph cannot keep", fix)
 
     def seed(number: int) -> Any:
         if not source.is_models(sys._getframe(1).f_code.co_filename):
             return seeded(number)
-        raise source.of_call().error(
-            "forward seeds torch's random numbers, which a program does not draw",
-            "draw them once in __init__, into a buffer: self.register_buffer('noise', torch.randn(...))",
-        )
+        fix = "draw them once in __init__, into a buffer: self.register_buffer('noise', torch.randn(...))"
+        raise source.of_call().error("forward seeds torch's random numbers, which a program does not draw", fix)
 
     def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not isinstance(x, FakeTensor):
@@ -186,10 +172,8 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
             caller = caller.f_back
         by_user = not caller.f_code.co_filename.startswith(_TORCH)
         if by_user and torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            raise source.of_call().error(
-                "no_grad begins inside an autocast region, where torch.export loses it",
-                "let it begin outside: `with torch.no_grad(), torch.autocast(...):`; or detach the result",
-            )
+            fix = "let it begin outside: `with torch.no_grad(), torch.autocast(...):`; or detach the result"
+            raise source.of_call().error("no_grad begins inside an autocast region, where torch.export loses it", fix)
         enter(self)
 
     def inference(self: Any) -> None:
@@ -283,10 +267,8 @@ def _data(self: Tensor) -> Tensor:
 
 def _set_data(self: Tensor, value: Tensor) -> None:
     if _by_user(self):
-        raise source.of_call().error(
-            "the forward pass replaces a tensor's .data",
-            "change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
-        )
+        fix = "change a buffer in place (self.x.copy_(new)); change parameters outside of forward"
+        raise source.of_call().error("the forward pass replaces a tensor's .data", fix)
     _DATA.__set__(self, value)  # type: ignore[attr-defined]
 
 

@@ -138,11 +138,7 @@ REFUSALS = (
         raised=DATA,
         code=r"trunc_normal_",
     ),
-    Cause(
-        f"the residuals of lstsq have a size that {DEPENDS}",
-        "x = torch.linalg.pinv(a) @ b",
-        raised=r"linalg_lstsq",
-    ),
+    Cause(f"the residuals of lstsq have a size that {DEPENDS}", "x = torch.linalg.pinv(a) @ b", raised=r"linalg_lstsq"),
     Cause(
         INSIDE,
         AUTOGRAD,
@@ -162,26 +158,11 @@ REFUSALS = (
         raised=DATA,
         code=r"^\s*(for|while)\b|\brange\(",
     ),
-    Cause(
-        f"a branch {DEPENDS}",
-        BRANCH,
-        raised=DATA,
-        code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
-    ),
+    Cause(f"a branch {DEPENDS}", BRANCH, raised=DATA, code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b"),
     Cause(INDEXED, COLUMNS, raised=DATA, op=r"^index$", code=r"\[\s*(:|\.\.\.)\s*,.*(mask|[<>]|[!=]=)"),
-    Cause(
-        INDEXED,
-        MASKED_MEAN,
-        raised=DATA,
-        code=r"[\w)\]]\[[^:]*(\bmask|_mask|[<>]|[!=]=)[^:]*\]",
-    ),
+    Cause(INDEXED, MASKED_MEAN, raised=DATA, code=r"[\w)\]]\[[^:]*(\bmask|_mask|[<>]|[!=]=)[^:]*\]"),
     Cause(TEXT, PRINT, raised=r"Sym(Float|Int|Bool)\.__format__"),
-    Cause(
-        TEXT,
-        PRINT,
-        raised=DATA,
-        code=r"""\bprint\(|\blog(ger|ging)?\.|\bf["']|["'] %|\.format\(|\bstr\(""",
-    ),
+    Cause(TEXT, PRINT, raised=DATA, code=r"""\bprint\(|\blog(ger|ging)?\.|\bf["']|["'] %|\.format\(|\bstr\("""),
     Cause(
         f"the size of a slice or tensor {DEPENDS}",
         MASK,
@@ -198,21 +179,13 @@ REFUSALS = (
         " (torch.library.custom_op)",
         raised=r"data is not allocated yet|Cannot access data pointer",
     ),
-    Cause(
-        PACKED,
-        PADDED,
-        op=r"_pack_padded_sequence|_pad_packed_sequence",
-    ),
+    Cause(PACKED, PADDED, op=r"_pack_padded_sequence|_pad_packed_sequence"),
     Cause(
         "repeat_interleave has a result whose size depends on a tensor's values",
         "pass the size: repeat_interleave(x, n, output_size=total)",
         op=r"repeat_interleave",
     ),
-    Cause(
-        INDEXED,
-        MASKED_MEAN,
-        op=r"^index$|masked_select",
-    ),
+    Cause(INDEXED, MASKED_MEAN, op=r"^index$|masked_select"),
     Cause(
         f"{{op}} has a result whose size {DEPENDS}",
         MASK,
@@ -236,11 +209,7 @@ REFUSALS = (
         op=r"^fake$",
         code=r"\bvmap\(",
     ),
-    Cause(
-        INSIDE,
-        AUTOGRAD,
-        op=r"^fake$",
-    ),
+    Cause(INSIDE, AUTOGRAD, op=r"^fake$"),
     Cause(f"the size of the result of {{op}} {DEPENDS}", MASK, op=r"."),
     Cause(
         f"a part of a tensor begins at a place, or has a size, that {DEPENDS}",
@@ -401,11 +370,9 @@ def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
         node = None if graph is None else op_errors.failed_in(e, graph)
         at = source.of_exception(e) if node is None else source_of(node)
         code, message = f" ({at.shown})" if at.code else "", (str(e).strip().splitlines() or [""])[0]
-        raise ShardcError(
-            f"torch cannot run the graph that capture made of this: {type(e).__name__}: {message}{code}",
-            where=source.where(at),
-            fix="write it with other ops; plain PyTorch runs it, so capture is at fault: report it with the model",
-        ) from e
+        fault = f"torch cannot run the graph that capture made of this: {type(e).__name__}: {message}{code}"
+        fix = "write it with other ops; plain PyTorch runs it, so capture is at fault: report it with the model"
+        raise ShardcError(fault, where=source.where(at), fix=fix) from e
 
 
 def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:

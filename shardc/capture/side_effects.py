@@ -199,7 +199,7 @@ CHECKERS = "<@beartype"
 KNOWN = {
     "_compute_mask_indices": (
         "config.apply_spec_augment = False (SpecAugment's masks), or give the masks with the batch (mask_time_indices)"
-    ),
+    )
 }
 
 
@@ -210,11 +210,8 @@ def refuse_random(place: Source, function: str) -> ShardcError:
         function,
         "draw with torch (torch.rand, torch.randint, torch.randn), or in the data, and pass it in with the batch",
     )
-    return ShardcError(
-        f"the model draws random numbers from Python or numpy: every step would use the same{code}",
-        where=place.line,
-        fix=fix,
-    )
+    fault = f"the model draws random numbers from Python or numpy: every step would use the same{code}"
+    return ShardcError(fault, where=place.line, fix=fix)
 
 
 # --- parameters that are not the model's ------------------------------------------------------------------------------

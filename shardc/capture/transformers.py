@@ -80,44 +80,50 @@ def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Te
 
 
 @contextmanager
-def lean_transformers(model: nn.Module) -> Iterator[None]:
-    """Make transformers models build no cache and only the masks they need, inside the block.
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Turn off the caches of transformers models inside the block: a step needs none.
+
+    With one, the library does not look for positions that begin anew, and packed sequences attend to one another.
+    """
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
+    with ExitStack() as stack:
+        for config in configs:
+            if getattr(config, "use_cache", None) is True:
+                stack.enter_context(mock.patch.object(config, "use_cache", False))
+        yield
+
+
+@contextmanager
+def few_masks() -> Iterator[None]:
+    """Make transformers models build only the masks they need, inside the block.
 
     transformers writes dense [batch, 1, seq, seq] masks when it is exported, because an exported graph may run on other
     values. Ours runs only at these shapes, so a mask that depends on shapes alone may stay `is_causal`, as in eager
     mode. That also leaves grouped-query heads to the attention op. Does nothing if transformers is not imported.
     """
     masking: ModuleType | None = sys.modules.get("transformers.masking_utils")
-    with ExitStack() as stack:
-        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
-        cached = [c for c in configs if getattr(c, "use_cache", None) is True]
-        for config in cached:
-            stack.enter_context(mock.patch.object(config, "use_cache", False))
-        if masking is not None:
-            packed = masking.find_packed_sequence_indices
-            # a model with a cache does not search for packed sequences; checkpointing turns its cache off
-            looks = not cached or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    if masking is None:
+        yield
+        return
+    packed, filled = masking.find_packed_sequence_indices, masking.prepare_padding_mask
 
-            def find_packed_sequence_indices(position_ids: Tensor) -> Any:
-                if not looks:
-                    return None
-                known = constant(position_ids)
-                return packed(position_ids) if known is None or untraced(packed, known) is not None else None
+    def find_packed_sequence_indices(position_ids: Tensor) -> Any:
+        known = constant(position_ids)
+        return packed(position_ids) if known is None or untraced(packed, known) is not None else None
 
-            filled = masking.prepare_padding_mask
+    def prepare_padding_mask(mask: Any, kv_length: int, kv_offset: Any) -> Any:
+        """Return the mask as it is if key positions are a tensor (a cache): it has all keys."""
+        return mask if isinstance(kv_offset, Tensor) else filled(mask, kv_length, kv_offset)
 
-            def prepare_padding_mask(mask: Any, kv_length: int, kv_offset: Any) -> Any:
-                """Return the mask as it is if key positions are a tensor (a cache): it has all keys."""
-                return mask if isinstance(kv_offset, Tensor) else filled(mask, kv_length, kv_offset)
-
-            stack.enter_context(mock.patch.object(masking, "prepare_padding_mask", prepare_padding_mask))
-            if hasattr(masking, "is_torchdynamo_exporting"):  # earlier versions call only is_tracing
-                stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
-            # true only for tensors whose values are unknown
-            stack.enter_context(mock.patch.object(masking, "is_tracing", lambda x=None: isinstance(x, FakeTensor)))
-            stack.enter_context(
-                mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices)
-            )
+    patches: dict[str, Any] = {
+        "prepare_padding_mask": prepare_padding_mask,
+        "find_packed_sequence_indices": find_packed_sequence_indices,
+        # true only for tensors whose values are unknown
+        "is_tracing": lambda x=None: isinstance(x, FakeTensor),
+    }
+    if hasattr(masking, "is_torchdynamo_exporting"):  # earlier versions call only is_tracing
+        patches["is_torchdynamo_exporting"] = lambda: False
+    with mock.patch.multiple(masking, **patches):
         yield
 
 

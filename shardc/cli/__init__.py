@@ -19,6 +19,7 @@ hidden_modules              refuses files with the name of a module that shardc 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -27,22 +28,10 @@ import typer
 # is imported, which nothing here does.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from shardc.cli import (
-    checkpoint,
-    compile,
-    cost,
-    device,
-    export,
-    generate,
-    inspect,
-    plan,
-    rules,
-    run,
-    score,
-    spec,
-    verify,
-)
 from shardc.cli.options import Command, option
+
+#: The commands, a file each, in the order of the help.
+COMMANDS = "compile inspect verify run score generate export plan cost rules device spec"
 
 app = typer.Typer(
     name="shardc",
@@ -55,9 +44,9 @@ app = typer.Typer(
         " every rank."
     ),
 )
-for module in (compile, inspect, verify, run, score, generate, export, plan, cost, rules, device, spec):
-    app.command(module.__name__.rpartition(".")[2], cls=Command)(module.command)
-app.add_typer(checkpoint.app, name="checkpoint")
+for command in COMMANDS.split():
+    app.command(command, cls=Command)(import_module(f"shardc.cli.{command}").command)
+app.add_typer(import_module("shardc.cli.checkpoint").app, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:

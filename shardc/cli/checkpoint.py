@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardc.cli.common import Show, console, reporting, saved_in
+from shardc.cli.common import Show, console, reporting
 from shardc.cli.options import Command, DebugOption, JsonOption, option
 from shardc.errors import ShardcError
 from shardc.spec.run_section import Run
@@ -49,7 +49,7 @@ def _row(g: Generation) -> dict[str, Any]:
         return {**row, "problem": str(e)}
     mesh = " x ".join(f"{a}={n}" for a, n in index.mesh.items())
     facts = {"model": index.model, "mesh": mesh, "tensors": len(index.tensors), "bytes": index.nbytes}
-    return {**row, **facts, "problem": ""}
+    return {**row, **facts, "step": index.step, "problem": ""}
 
 
 @app.command(cls=Command)
@@ -138,14 +138,9 @@ def _report(show: Show, what: str, new: Path) -> None:
 
 
 def _all(folder: Path) -> list[Generation]:
-    """Return the checkpoints in a folder or in its folder `checkpoint`; or the folder, if it is one."""
-    from shardc.runtime.state.checkpoint_folder import Generation, generations, is_checkpoint, none_in, read_index
+    from shardc.runtime.state.checkpoint_folder import checkpoints_in, none_in
 
-    if is_checkpoint(folder):
-        named = [g for g in generations(folder.parent) if g.path.name == folder.name]
-        return named or [Generation(folder, read_index(folder).step, 1, False)]  # one that the user renamed
-    checkpoints = generations(saved_in(folder))
-    if not checkpoints:
+    if not (checkpoints := checkpoints_in(folder)):
         raise none_in(folder)
     return checkpoints
 

@@ -26,6 +26,7 @@ from rich.console import Console
 from shardc.cli.options import Named
 from shardc.collector import collect_seldom
 from shardc.errors import ERROR, ShardcError
+from shardc.runtime.time_limits import FAILING
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -39,8 +40,6 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 Show = Callable[..., None]
 #: Seconds between lines of progress if there is no bar.
 EVERY = 5.0
-#: Seconds that ranks which fail wait for each other.
-LATE = 10.0
 
 
 def json_text(value: Any, **options: Any) -> str:
@@ -106,14 +105,14 @@ def once(text: str, report: Callable[[], None]) -> None:
         store, rank, world = joined()
     with suppress(RuntimeError):  # the store went with the process that held it
         if store is not None:
-            store.set_timeout(timedelta(seconds=LATE))
+            store.set_timeout(timedelta(seconds=FAILING))
             first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
     if first:
         report()
     with suppress(RuntimeError):
         ended = store.add("ended", 1) if store is not None else world
         if rank == 0 and ended < world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            within(LATE, lambda: store.add("ended", 0) >= world)
+            within(FAILING, lambda: store.add("ended", 0) >= world)
 
 
 def print_error(text: str) -> None:
@@ -175,12 +174,6 @@ def check_outputs(files: Mapping[str, Path | None] = {}, folders: Mapping[str, P
         if not existing.is_dir():
             raise ShardcError(f"{existing} is a file, not a folder", where=option, fix="name a new or empty folder")
         _try(existing, path, option)
-
-
-def saved_in(folder: Path) -> Path:
-    """Return the folder of checkpoints in what `shardc run --save` wrote; else the folder itself."""
-    inside = folder / "checkpoint"
-    return inside if inside.is_dir() else folder
 
 
 def _try(folder: Path, path: Path, option: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardc import text_file
 from shardc.errors import ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 
 #: Limits for a transformers config.json: bytes (the longest has about 20 thousand), numbers, and numbers of layers.
 MAX_CONFIG, MAX_NUMBER, MAX_LAYERS = 1 << 20, 1e15, 100_000

@@ -74,11 +74,11 @@ def _measure(which: str | None, output: Path | None, processes: int | None, on: 
     from shardc.cost.measured.device_file import MEASURED, measured_file
     from shardc.cost.measured.measure import Kind, measure
 
+    fix = "shardc device cpu --measure"
     if which not in (None, *MEASURED):
-        fault, fix = f"only this machine can be measured, not {which!r}", "shardc device cpu --measure"
-        raise ShardcError(fault, where="--measure", fix=fix)
+        raise ShardcError(f"only this machine can be measured, not {which!r}", where="--measure", fix=fix)
     if which == "cuda" and not torch.cuda.is_available():
-        raise ShardcError("torch finds no GPU here", where="--measure", fix="shardc device cpu --measure")
+        raise ShardcError("torch finds no GPU here", where="--measure", fix=fix)
     device = measure(cast(Kind | None, which), on, processes)
     path = output or measured_file(device.name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,18 +38,18 @@ def command(
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
         from shardc.runtime.state.boxes import cuts
+        from shardc.runtime.state.checkpoint_folder import checkpoints_in, none_in
         from shardc.runtime.state.export import MAX_FILE_BYTES, foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.fitting import check_tensors
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
-        from shardc.runtime.state.weight_files import checkpoint_in, open_weights
+        from shardc.runtime.state.weight_files import open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
         if not overwrite and (foreign := foreign_weights(out)) is not None:
             raise refused(foreign, "add --overwrite")
-        if checkpoint_in(checkpoint) is None:
-            fix = "name a folder that `shardc run --save` wrote"
-            raise ShardcError(f"there is no checkpoint in {checkpoint}", where=str(checkpoint), fix=fix)
+        if not checkpoints_in(checkpoint):
+            raise none_in(checkpoint)
         file = model_file.load(model)
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors
@@ -75,12 +75,10 @@ def command(
             for box in cuts(shape, of_dtype.itemsize, 64 << 20):
                 yield *box, stored[name].read(*box)
 
-        def gathered(name: str) -> torch.Tensor:
-            return stored[name].tensor()
-
         (mesh,) = loopback(Mesh.of({"dp": 1}), lambda mesh: mesh)
+        limit = int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES
         for layout in layouts:
-            write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES)
+            write(layout, held, lambda name: stored[name].tensor(), mesh, limit)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
 
 

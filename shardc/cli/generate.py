@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shardc.cli.options import Named, NprocOption, names_program, option
-from shardc.cli.ranks.start import ranks
+from shardc.cli.ranks.make_job import ranks
 from shardc.errors import Errors, ShardcError
 from shardc.optional import needed
 

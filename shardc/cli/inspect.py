@@ -65,10 +65,9 @@ def command(
             return
         from shardc.artifact import emit
         from shardc.artifact.repeated_layers import Fold
+        from shardc.report import attention_scores, kept_activations, text
         from shardc.report import comm as of_comm
         from shardc.report import cost as of_cost
-        from shardc.report import kept_activations, text
-        from shardc.report import scores as of_scores
         from shardc.report.memory_snapshot import snapshot
         from shardc.report.page import html as of_page
         from shardc.report.trace import trace as of_step
@@ -97,7 +96,7 @@ def command(
             memory_snapshot.write_bytes(pickle.dumps(snapshot(cost())))
         written = [str(file) for file in (html, trace, memory_snapshot) if file]
         if scores:
-            show(of_scores.text(program), of_scores.to_json(program))
+            show(attention_scores.text(program), attention_scores.to_json(program))
         elif schedule:
             _schedule(cost(), show)
         elif memory:

@@ -30,7 +30,9 @@ from torch.utils.data import Dataset
 from shardc.artifact.model_source import WHOLE
 from shardc.cli import config_file, hidden_modules
 from shardc.errors import ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
+from shardc.ir.source import is_users
+from shardc.runtime.launch import short_sockets
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.weight_files import has_weights
@@ -112,8 +114,8 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
             model = build()
             torch.set_rng_state(before)
         if not isinstance(model, nn.Module):
-            fault, fix = f"{builder or 'model'}() returns a {type(model).__name__}", "return an nn.Module"
-            raise ShardcError(fault, where=str(path), fix=fix)
+            fault = f"{builder or 'model'}() returns a {type(model).__name__}"
+            raise ShardcError(fault, where=str(path), fix="return an nn.Module")
         return model
 
     with _users(path, "batch()"):
@@ -192,7 +194,9 @@ def _existing(
 ) -> Path:
     path = Path(name)
     if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
+        dotted = f"{name.replace('.', '/')}.py"  # as for `python -m`
+        others = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = dotted if Path(dotted).is_file() else nearest(path.name, others)
         fix = f"did you mean {path.parent / near}?" if near else f"name {wanted}"
         raise ShardcError(f"there is no {kind} {name}", where=ref, fix=fix)
     if path.suffix in (".yaml", ".yml"):
@@ -212,24 +216,72 @@ _IMPORTED: list[ModuleType] = []
 
 
 def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"shardc_model_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    _IMPORTED.append(module)
-    sys.modules[spec.name] = module  # dataclasses and pickling look their module up
-    sys.path.insert(0, str(path.parent.resolve()))
+    name, root = _module_name(full := path.parent.resolve() / path.name)
+    if sys.path[:1] != [str(root)]:  # it stays there: processes that the file starts import it by that name
+        sys.path.insert(0, str(root))
+    if (old := sys.modules.get(name)) in _IMPORTED or getattr(old, "__file__", None) != str(full):
+        sys.modules.pop(name, None)
+    short_sockets()
     with _users(path, "importing it"):
         try:
-            spec.loader.exec_module(module)
+            if package := name.rpartition(".")[0]:
+                importlib.import_module(package)  # which may import the file, too
+            if (module := sys.modules.get(name)) is None:
+                spec = importlib.util.spec_from_file_location(name, path)
+                assert spec is not None
+                assert spec.loader is not None
+                sys.modules[name] = module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            _IMPORTED.append(module)
         except SyntaxError as e:
             file = str(path) if e.filename and Path(e.filename).resolve() == path.resolve() else e.filename
             code = f" ({e.text.strip()})" if e.text and e.text.strip() else ""
             where = f"{file}:{e.lineno}:{e.offset}" if e.lineno else str(file)
             raise ShardcError(f"not Python: {e.msg}{code}", where=where, fix="correct that line") from None
-        finally:
-            sys.path.remove(str(path.parent.resolve()))
     return module
+
+
+def _module_name(path: Path) -> tuple[str, Path]:
+    """Return the name by which another process can import a file, and the folder that it searches for it.
+
+    A file that imports from its own package, by dots or by the package's name, is a module of it, as for `python -m`;
+    the folders need no __init__.py. Any other is a module of its folder, as for `python FILE`.
+    """
+    text, folders = path.read_text(errors="replace"), path.parents
+    dots = map(len, re.findall(r"^\s*from\s+(\.+)", text, re.MULTILINE))
+    named = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
+
+    def is_package(f: Path) -> bool:
+        places = _places(f.name)
+        return _holding(f.name, path) == f.parent and (not places or str(f) in places)
+
+    own = [i for i, f in enumerate(folders, 1) if f.name in named and is_package(f)]
+    depth = min(max([0, *dots, *own]), len(folders) - 1)
+    while depth and (folders[depth] / "__init__.py").exists():
+        depth += 1
+    hidden_modules.check(folders[:depth][-1:])
+    other = path.stem in sys.stdlib_module_names or not all(map(is_users, _places(path.stem)))
+    if not depth and (other or path.with_suffix("").is_dir()):
+        return f"shardc_model_{path.stem}", folders[0]
+    return ".".join([*(f.name for f in reversed(folders[:depth])), path.stem]), folders[depth]
+
+
+def _holding(name: str, path: Path) -> Path | None:
+    """Return the nearest folder around a file that holds another module, or a package, of this name."""
+    for folder in path.parents:
+        file = folder / f"{name}.py"
+        if (folder / name).is_dir() or (file != path and file.is_file()):
+            return folder
+    return None
+
+
+def _places(name: str) -> list[str]:
+    """Return the file and the folders that `import name` takes now."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module that a program has made
+        return []
+    return [p for p in (spec.origin, *(spec.submodule_search_locations or ())) if p] if spec is not None else []
 
 
 class _Joins(Exception):
@@ -251,7 +303,10 @@ def _users(path: Path, doing: str) -> Iterator[None]:
         line, text = (frames[-1].line or "") if frames else "", str(e).strip()
         moves = re.search(r"\.(cuda|to|to_empty)\(", line) and _OF_DEVICE.search(text)
         missing = str(getattr(e, "name", "")).partition(".")[0]
+        around = _holding(missing, path.resolve()) if isinstance(e, ModuleNotFoundError) else None
         fixes = (
+            (around, f"PYTHONPATH={around} shardc ...: that folder holds {missing}"),
+            ("attempted relative import" in text, f"write `from .module import ...` in {path.name}, too"),
             (isinstance(e, ModuleNotFoundError), f"pip install {missing}, or put that module beside {path.name}"),
             (isinstance(e, SystemExit), f"put what only a script does under {_SCRIPT}"),
             (isinstance(e, _Joins), f"leave it out; put what the file needs as a script under {_SCRIPT}"),

@@ -123,8 +123,8 @@ def _prices(said: list[str]) -> dict[str, float]:
         try:
             prices[name] = float(number)
         except ValueError:
-            fault, fix = f"must be NAME=PRICE, not {text!r}", "--price h100-80g=2.5"
-            raise ShardcError(fault, where="--price", fix=fix) from None
+            fault = f"must be NAME=PRICE, not {text!r}"
+            raise ShardcError(fault, where="--price", fix="--price h100-80g=2.5") from None
     return prices
 
 

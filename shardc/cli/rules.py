@@ -12,7 +12,7 @@ import typer
 from shardc.cli.common import reporting
 from shardc.cli.options import DebugOption, JsonOption, option
 from shardc.errors import ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 
 if TYPE_CHECKING:
     from shardc.rules.core.registry import Rule
@@ -35,7 +35,7 @@ def command(
     with reporting(debug, as_json) as show:
         from shardc.ir.types import full_op_name
         from shardc.report.rule_table import TAGGED, check_text, row, rule_table
-        from shardc.rules.core.sample_calls import SAMPLES
+        from shardc.rules.core.user_ops import SAMPLES
         from shardc.verify.rules.check import check_op
         from shardc.verify.rules.prove import too_strict
 
@@ -48,8 +48,7 @@ def command(
         if unproven := [op for op in rules if op not in SAMPLES]:
             fault = f"there is no sample call of {full_op_name(unproven[0])} on which its rule could be proven"
             fix = "name a file that registers rules with samples (--file); those of shardc's own rules are in its"
-            fix += " tests: pytest tests/rules"
-            raise ShardcError(fault, where="shardc rules --check", fix=fix)
+            raise ShardcError(fault, where="shardc rules --check", fix=f"{fix} tests: pytest tests/rules")
         reports = [check_op(op, SAMPLES[op]) for op in rules]
         wrong = any(r.wrong for r in reports)
         strict = [] if wrong else [f for op in rules for f in too_strict(op, SAMPLES[op])]

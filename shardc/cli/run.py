@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shardc.cli.common import check_outputs, saved_in
+from shardc.cli.common import check_outputs
 from shardc.cli.options import Named, NprocOption, given, names_program, option
-from shardc.cli.ranks.start import ranks
+from shardc.cli.ranks.make_job import ranks
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -171,12 +171,10 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
         fault = "the program is forward-only: there is no loss to train by"
         fix = "compile without --forward and --score; in Python: program.forward(model) (docs/how-to/forward.md)"
         raise ShardcError(fault, where=model, fix=fix)
-    if resume is not None:
-        folder = saved_in(resume)
-        if not (checkpoint_folder.is_checkpoint(folder) or checkpoint_folder.generations(folder)):
-            error = checkpoint_folder.none_in(folder)
-            begin = f"to start a run with these weights, write --weights {resume}" if has_weights(resume) else ""
-            raise ShardcError(error.what, where=f"--resume {resume}", fix=begin or error.fix)
+    if resume is not None and not checkpoint_folder.checkpoints_in(resume):
+        error = checkpoint_folder.none_in(resume)
+        begin = f"to start a run with these weights, write --weights {resume}" if has_weights(resume) else ""
+        raise ShardcError(error.what, where=f"--resume {resume}", fix=begin or error.fix)
 
 
 def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, overwrite: bool) -> None:

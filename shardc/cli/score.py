@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from shardc.cli.common import check_outputs, is_artifact
 from shardc.cli.options import Named, NprocOption, names_program, option
-from shardc.cli.ranks.start import ranks
+from shardc.cli.ranks.make_job import ranks
 from shardc.errors import ShardcError
 
 

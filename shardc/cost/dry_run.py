@@ -37,7 +37,7 @@ from shardc.runtime.stage.run import Run, Training, Values
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.zero.named_parameters import NamedParameters
-from shardc.runtime.zero.optimizer_list import as_one, class_of, prefer_fused
+from shardc.runtime.zero.several_optimizers import as_one, class_of, prefer_fused
 from shardc.torch_private import fake_mode
 
 #: The most ops of a rank's forward that a dry run executes, over all microbatches.
@@ -100,9 +100,7 @@ def dry_run(
 def _affordable(program: Program, rank: int) -> int:
     """Return how many microbatches are run: all, unless they are many and large."""
     placement = schedules.of(program).placement
-    nodes = sum(
-        len(s.graph.nodes) for s, coordinate in zip(program.stages, placement, strict=True) if coordinate == rank
-    )
+    nodes = sum(len(s.graph.nodes) for s, at in zip(program.stages, placement, strict=True) if at == rank)
     return max(min(program.microbatches, OPS // nodes), 3, _for_pairs(schedules.of(program).actions[rank]))
 
 

@@ -28,10 +28,8 @@ class _Keyed(Work):
 class FakeMesh(ShapeMesh):
     """Records collectives in a ledger. buckets: tags of collectives of parameters and gradients."""
 
-    def __init__(
-        self, layout: Mesh, rank: int, ledger: Ledger, *, streams: bool, buckets: Collection[str] = ()
-    ) -> None:
-        super().__init__(layout, rank, torch.device("cpu"), record=True)
+    def __init__(self, mesh: Mesh, rank: int, ledger: Ledger, *, streams: bool, buckets: Collection[str] = ()) -> None:
+        super().__init__(mesh, rank, torch.device("cpu"), record=True)
         self._ledger, self._streams, self._buckets = ledger, streams, buckets
         self._keys = count()
         self._after: int | None = None

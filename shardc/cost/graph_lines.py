@@ -6,12 +6,13 @@ Code as for a real step (fx.GraphModule) takes longer to write than such a graph
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc.artifact.emit import last_uses
 from shardc.cost.ledger import FakeLedger
 from shardc.ir.fused_regions import fused_regions, moved
 from shardc.ir.graph import values_of
@@ -27,8 +28,8 @@ class _Line:
     """
 
     node: fx.Node
+    last: list[fx.Node]
     op: str | None = None
-    last: list[fx.Node] = field(default_factory=list)
     fuses: bool = False
     moves: int | None = None
 
@@ -43,13 +44,9 @@ class GraphLines:
         self._ledger = ledger
         self._inputs = list(graph.find_nodes(op="placeholder"))
         self._returned = graph.output_node().args[0]
-        lines = {n: _Line(n) for n in graph.nodes if n.op not in ("placeholder", "output")}
+        last = last_uses(graph)
+        lines = {n: _Line(n, last=last[n]) for n in graph.nodes if n.op not in ("placeholder", "output")}
         self._lines = list(lines.values())
-        used = set(graph.output_node().all_input_nodes)
-        for line in reversed(self._lines):
-            line.last = [x for x in line.node.all_input_nodes if x not in used]
-            used.update(line.last)
-            line.last += [] if line.node.users else [line.node]
         named = {n.name: line for n, line in lines.items()}
         ops = {n.name for s in program.stages for n in s.graph.nodes}
         for n in source.nodes:

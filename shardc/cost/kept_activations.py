@@ -3,58 +3,45 @@
     2.00 MiB   o_proj linear      bf16[1, 512, 4096]   wanted by gate_proj linear, up_proj linear: after to, mul, gather
     3.50 MiB   gate_proj linear   bf16[4096, 1792]     wanted by act_fn silu; down_proj linear: after silu, mul
 
-The tensors are those that a dry run kept (shardc.cost.dry_run). The reasons come from the program: an op needs what
-its backward keeps of it (shardc.passes.joint.saved). If a region recomputes that, the path from a kept tensor to the op
-goes through the recomputed ops.
+The tensors are those that a dry run kept (shardc.cost.dry_run). The reasons come from the stages' backward graphs: a
+line of an op's backward reads a kept tensor, or it reads lines that run ops of forward again, from a kept tensor on.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import fx
 
 from shardc.cost.recorded import DryRun
-from shardc.ir.graph import source_of
+from shardc.ir.graph import placeholders, producer_of, values_of
+from shardc.ir.placement import Layout
 from shardc.ir.program import Program
-from shardc.ir.source import Source
-from shardc.ir.types import op_name
+from shardc.ir.type_text import show
 from shardc.machine.work import Part, Storage
-from shardc.passes.joint.derivatives import Rules
-from shardc.passes.joint.saved import LocalTypes, Saved, saved_of
+from shardc.passes.joint.memory import shares_operand
+from shardc.passes.joint.saved import LocalTypes
 
-
-@dataclass(frozen=True)
-class Want:
-    """An op whose backward needs a kept tensor, or a tensor recomputed from it. op: the program's node.
-
-    name: the op's name; source: its module and line; after: the recomputed ops in between, in order, by name.
-    """
-
-    op: str
-    name: str
-    source: Source
-    after: tuple[str, ...] = ()
+#: The ops of the program whose backward needs a value, each with the ops that run again in between, in order.
+_Readers = dict[fx.Node, tuple[fx.Node, ...]]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One storage that lives from a microbatch's forward until its backward. op, name: as in Want.
+    """A storage that lives from a microbatch's forward until its backward. node: the op that made it; type: in words.
 
-    own: it is not a result of the op, but made for the op's own backward (statistics).
+    own: it is not a result of the op, but made for the op's own backward (statistics). wants: the ops whose backward
+    needs it, each with the recomputed ops in between, in order.
     """
 
-    op: str
-    name: str
-    source: Source
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    node: fx.Node
+    storage: Storage
+    type: str
     own: bool
-    wants: tuple[Want, ...]
+    wants: _Readers
 
 
 def storages(r: DryRun) -> list[Storage]:
@@ -77,68 +64,50 @@ def forwards(r: DryRun) -> Iterator[tuple[int, Part]]:
 
 def kept(program: Program, r: DryRun) -> list[Kept]:
     """Return the tensors that one microbatch keeps on the dry run's rank, in the order of creation."""
-    types, rules = LocalTypes(program), Rules(program)
-    stored = storages(r)
-    graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in stored}) for stage in program.stages]
-    nodes = {n.name: (n, graph) for graph in graphs for n in graph.saved}
+    graphs = [s.graph for s in program.stages]
     # what an op with several results makes may carry the name of one of them
-    nodes |= {x.name: (n, g) for n, g in nodes.values() for x in n.users if x.target is operator.getitem}
-    items = []
-    for x in stored:
-        if x.op not in nodes or x.dtype is None:
+    ops = {n.name: producer_of(n)[0] for graph in graphs for n in graph.nodes if n.op == "call_function"}
+    order = {n: i for i, n in enumerate(ops.values())}
+    types, readers, items = LocalTypes(program), _all_readers(program, ops), []
+    for x in storages(r):
+        if x.op not in ops or x.dtype is None:
             continue
-        node, graph = nodes[x.op]
+        node = ops[x.op]
         result = any(v.nbytes() == x.nbytes for v in types.of(node))
-        wants = tuple(graph.wants(node)) if result else ()
-        items.append(Kept(x.op, op_name(node.target), source_of(node), x.nbytes, x.shape, x.dtype, not result, wants))
+        wants = dict(sorted(readers[node].items(), key=lambda item: order[item[0]])) if result else {}
+        items.append(Kept(node, x, show(x.shape, x.dtype, Layout()), not result, wants))
     return items
 
 
-class _Graph:
-    """A stage. saved: what backward keeps of each op; again: recomputed ops; held: ops with kept results."""
+def _all_readers(program: Program, ops: Mapping[str, fx.Node]) -> Mapping[fx.Node, _Readers]:
+    """Return what needs the kept results of each op. ops: of the program, by the names of their results."""
+    readers: defaultdict[fx.Node, _Readers] = defaultdict(dict)
+    for joint in (s.joint for s in program.stages if s.joint is not None):
+        returned: Any = joint.forward.output_node().args[0]
+        inputs = [placeholders(graph) for name, graph in joint.graphs.items() if name != "forward"]
+        for n in returned[-1]:
+            those = _readers([by_name[n.name] for by_name in inputs if n.name in by_name], ops)
+            while n.op == "call_function":
+                if n.name in ops:
+                    readers[ops[n.name]] = those | readers[ops[n.name]]
+                if not shares_operand(n.target):
+                    break
+                n = n.all_input_nodes[0]  # whose memory it shares
+    return readers
 
-    def __init__(self, saved: dict[fx.Node, Saved], held: set[str]) -> None:
-        self.saved = saved
-        self.again: set[fx.Node] = set()
-        for n in reversed(list(self.saved)):
-            record = self.saved[n]
-            if "region" in n.meta and (n in self.again or ((record.own or record.results) and n.name not in held)):
-                self.again.add(n)
-                taken = n.all_input_nodes
-            else:
-                taken = list(record.operands)
-            for x in taken:  # values of a region that are not kept are recomputed
-                while (viewed := self._viewed(x)) is not None:
-                    x = viewed
-                if x in self.saved and x.name not in held and "region" in x.meta:
-                    self.again.add(x)
 
-    def _viewed(self, x: fx.Node) -> fx.Node | None:
-        """Return the operand that a result is a part, or a view, of."""
-        if x.target is operator.getitem:
-            return x.all_input_nodes[0]
-        record = self.saved.get(x)
-        return record.views[0] if record is not None and len(record.views) == 1 else None
-
-    def wants(self, node: fx.Node) -> list[Want]:
-        """Return the ops that need a node's result, directly or through views and recomputed ops."""
-        wants: dict[str, Want] = {}
-        if self.saved[node].results:
-            wants[node.name] = Want(node.name, op_name(node.target), source_of(node))
-        seen: set[fx.Node] = {node}
-        waiting: list[tuple[fx.Node, tuple[str, ...]]] = [(node, ())]
-        while waiting:
-            x, after = waiting.pop(0)
-            for user in x.users:
-                if user.target is operator.getitem and user not in seen:
-                    seen.add(user)
-                    waiting.append((user, after))
-                if user not in self.saved:
-                    continue
-                if x in self.saved[user].operands:
-                    wants.setdefault(user.name, Want(user.name, op_name(user.target), source_of(user), after))
-                views = self._viewed(user) is not None
-                if user not in seen and (views or user in self.again):
-                    seen.add(user)
-                    waiting.append((user, after if views else (*after, op_name(user.target))))
-        return list(wants.values())
+def _readers(values: Iterable[fx.Node], ops: Mapping[str, fx.Node]) -> _Readers:
+    """Return the ops whose backward reads values of a backward graph, directly or through lines that run ops again."""
+    readers: _Readers = {}
+    waiting: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(x, ()) for x in values]
+    seen = {x for x, _ in waiting}
+    for x, after in waiting:
+        for user in x.users:
+            op = ops.get(user.meta.get("of", ""))
+            if op is not None and not user.meta.get("repeats"):
+                readers.setdefault(op, after)
+            elif op is not None and user not in seen:
+                seen.add(user)
+                shown = after[-1:] != (op,) and not (shares_operand(op.target) and len(values_of(op)) == 1)
+                waiting.append((user, (*after, op) if shown else after))
+    return readers

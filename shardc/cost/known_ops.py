@@ -45,13 +45,13 @@ class Known(NamedTuple):
 
 
 class KnownOps:
-    """A table of results. key() of a call, then find(), which is None for an unknown call.
+    """A table of results. key() of a call, then known.get(), which is None for an unknown call.
 
     remember() adds a result for the next call.
     """
 
     def __init__(self) -> None:
-        self._of: dict[Any, Known] = {}
+        self.known: dict[Any, Known] = {}
         self._cacheable: dict[int, bool] = {}  # by the number of an op
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
@@ -73,15 +73,12 @@ class KnownOps:
             parts.append(torch.get_default_dtype())
         return tuple(parts), tensors
 
-    def find(self, key: Any) -> Known | None:
-        return self._of.get(key)
-
     def remember(self, func: Any, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
         """Store the result of a call, if calls on operands of the same sizes have the same result."""
         several = type(result) if isinstance(result, (tuple, list)) else None
         makers = [_maker(x, tensors) for x in ((result,) if several is None else result)]
         if several in (None, tuple, list) and all(makers):
-            self._of[key] = Known(several, [m for m in makers if m is not None], more, func.is_view)
+            self.known[key] = Known(several, [m for m in makers if m is not None], more, func.is_view)
 
 
 def _cacheable(func: Any) -> bool:

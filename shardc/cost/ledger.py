@@ -69,9 +69,8 @@ class Ledger(TorchDispatchMode):
             return
         if (fake_device(x) if isinstance(x, FakeTensor) else x.device).type == "meta":  # it takes no memory
             return
-        storage = self.storages[key] = Storage(
-            untyped.nbytes(), self.kind, self._op(), tuple(map(int, x.shape)), x.dtype
-        )
+        op, shape = f"backward of {self.op}" if self.in_backward() else self.op, tuple(map(int, x.shape))
+        storage = self.storages[key] = Storage(untyped.nbytes(), self.kind, op, shape, x.dtype)
         self.parts[-1].changes.append((1, storage))
 
         def freed(_: Any) -> None:
@@ -80,9 +79,6 @@ class Ledger(TorchDispatchMode):
                 self.parts[-1].changes.append((-1, storage))
 
         self._refs[key] = weakref.ref(untyped, freed)
-
-    def _op(self) -> str:
-        return f"backward of {self.op}" if self.in_backward() else self.op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -197,7 +193,7 @@ class FakeLedger(NotCompiledMode, Ledger):  # type: ignore[no-untyped-call]
             return _VALUE_READS[func](*args)
         kwargs = kwargs or {}
         call = self._known.key(func, args, kwargs)
-        known = self._known.find(call[0]) if call is not None else None
+        known = self._known.known.get(call[0]) if call is not None else None
         operands = call[1] if call is not None else tensors_in((args, kwargs))
         if known is not None:
             result, more = known.result(operands), known.more
@@ -212,7 +208,7 @@ class FakeLedger(NotCompiledMode, Ledger):  # type: ignore[no-untyped-call]
     def run_line(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op of a graph; a known one without torch's dispatcher, and so without autograd."""
         call = None if torch.is_grad_enabled() else self._known.key(func, args, kwargs)
-        if call is None or (known := self._known.find(call[0])) is None:
+        if call is None or (known := self._known.known.get(call[0])) is None:
             return func(*args, **kwargs)
         result = known.result(call[1])
         self._note(known.more, known.view, call[1], result)

@@ -71,8 +71,7 @@ def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
     total, best = sum(live.values()), -1
     peak = Point("", "", {})
     left = Counter[str]()  # what repeated microbatches leave until all have run
-    once = [(None, r.before), *r.actions, (None, r.after), (None, r.update)]
-    for times, some in ((1, parts(r, actions)), (-1, once)):
+    for times, some in ((1, parts(r, actions)), (-1, r.ran)):
         for _, part in some:
             for sign, storage in part.changes:
                 left[storage.kind] += times * sign * storage.nbytes

@@ -14,14 +14,7 @@ from shardc.runtime.schedule.actions import PAIRS, Action
 
 #: Kinds in the order in which they are shown.
 KINDS = (
-    "parameters",
-    "optimizer",
-    "gradients",
-    "buffers",
-    "inputs",
-    "activations",
-    "gathered",
-    "communication",
+    *("parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "gathered", "communication"),
     "temporaries",
 )
 #: The kind of storages in the machine's memory or in files: not a part of the device's memory.
@@ -49,6 +42,11 @@ class DryRun:
 
     def __repr__(self) -> str:
         return f"<DryRun of rank {self.rank}: {plural(len(self.actions), 'action')}>"
+
+    @property
+    def ran(self) -> list[tuple[Action | None, Part]]:
+        """All parts that were run, in order."""
+        return [(None, self.before), *self.actions, (None, self.after), (None, self.update)]
 
 
 def parts(r: DryRun, actions: tuple[Action, ...]) -> Iterator[tuple[Action | None, Part]]:

@@ -125,9 +125,8 @@ class Cost:
     @cached_property
     def outside(self) -> int:
         """Bytes outside of torch's allocator: the device's context, and libraries' workspaces and buffers."""
-        return int(
-            self.device.outside_bytes(max(len({axes for (axes, _), n in r.comm.items() if n}) for r in self.ranks))
-        )
+        sent = [{axes for (axes, _), n in r.comm.items() if n} for r in self.ranks]
+        return int(self.device.outside_bytes(max(map(len, sent))))
 
     @cached_property
     def reserved(self) -> int:
@@ -219,9 +218,7 @@ def transfers(
     def rank(stage: int) -> int:
         return mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[stage]})
 
-    return {
-        (a, b): collective_seconds(device, "send_recv", nbytes, (rank(a), rank(b))) for (a, b), nbytes in sent.items()
-    }
+    return {(a, b): collective_seconds(device, "send_recv", n, (rank(a), rank(b))) for (a, b), n in sent.items()}
 
 
 def costs(

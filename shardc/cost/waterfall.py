@@ -118,17 +118,15 @@ class Difference:
 class Comparison:
     """A run and its prediction. at: the place on the pipeline's axis.
 
-    lines: seconds of a step by line, (predicted, measured). made: peak bytes that a step itself makes, likewise.
-    memory, reserved: the device's, if it has an allocator. ops: the largest differences first.
+    lines: seconds of a step by line, (predicted, measured). bytes: likewise; "made": peak bytes that a step itself
+    makes; "memory", "reserved": the device's, if it has an allocator. ops: the largest differences first.
     """
 
     cost: Cost
     run: RunLog
     at: int
     lines: Mapping[str, tuple[float, float]]
-    made: tuple[float, float]
-    memory: tuple[float, float] | None
-    reserved: tuple[float, float] | None
+    bytes: Mapping[str, tuple[float, float]]
     ops: tuple[Difference, ...]
 
     @property
@@ -158,9 +156,9 @@ def compare(cost: Cost, run: RunLog) -> list[Comparison]:
         memory = cost.ranks[at].memory
         made = memory.peak - sum(memory.resident.values()), max(x.made for x in steps)
         peaks = run.memory if cost.device.kind == "gpu" and at == 0 else {}
-        live = (memory.peak, peaks["memory"]) if "memory" in peaks else None
-        reserved = (cost.reserved, peaks["reserved"]) if "reserved" in peaks else None
-        comparisons.append(Comparison(cost, run, at, lines, made, live, reserved, _differences(cost.device, steps)))
+        ours = {"memory": memory.peak, "reserved": cost.reserved}
+        nbytes = {"made": made, **{name: (n, peaks[name]) for name, n in ours.items() if name in peaks}}
+        comparisons.append(Comparison(cost, run, at, lines, nbytes, _differences(cost.device, steps)))
     return comparisons
 
 

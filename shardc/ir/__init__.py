@@ -11,6 +11,6 @@ graph           small functions on fx graphs; source: the line of the user's cod
 fused_regions   lines of a step's graph that are compiled together
 forward_record  a record of what forward and loss compute, for runs that resume
 outputs         values that a step returns beside its loss, or another forward of the model
-repeats         which layers are equal; patterns: globs over a model's names
+repeats         which layers are equal; patterns: globs over a model's names; similar_names: did you mean ...?
 units           formats bytes, rates and counts for people
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -34,6 +34,13 @@ def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into:
             args, kwargs = (fx.map_arg(a, env.__getitem__) for a in (n.args, n.kwargs))
             env[n] = add_node(new, n.op, n.target, args, kwargs, name=n.name, meta=n.meta)
     return new
+
+
+def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Move calls to the end of a graph, in this order."""
+    output = graph.output_node()
+    for n in order:
+        output.prepend(n)
 
 
 def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,11 @@ from functools import cached_property
 MICROBATCH = "microbatch"
 #: Ten times the ranks of the largest clusters.
 MAX_RANKS = 1 << 20
+
+
+def is_axis(name: str) -> bool:
+    """Return whether an axis of a spec may have this name. MICROBATCH is an axis of the compiler."""
+    return re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII) is not None and name != MICROBATCH
 
 
 def is_data_axis(name: str) -> bool:

@@ -28,10 +28,15 @@ if TYPE_CHECKING:
     from shardc.ir.program import Program
     from shardc.spec import Spec
 
-#: A partial value of at most this many elements is summed at the end of the step; a larger one in the graph.
-SMALL = 1024
+#: Elements of the largest partial value that is summed at the end of the step; a larger one is summed in the graph.
+_SMALL = 1024
 #: Outputs of a scoring program: each target's log-probability; their mean, which is a sum divided by a count.
 SCORE, MEAN_SCORE, SCORED = "score", "logprob", "logprob (count)"
+
+
+def is_small(shape: Sequence[int]) -> bool:
+    """Return whether a value is so small that its summands may be added up at the end of the step."""
+    return math.prod(shape) <= _SMALL
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Output:
     @property
     def small(self) -> bool:
         """Whether it is so small that ranks may hold summands of it after the step."""
-        return math.prod(self.shape) <= SMALL and not self.layout.shards() and self.microbatch is None
+        return is_small(self.shape) and not self.layout.shards() and self.microbatch is None
 
     @property
     def summed_over(self) -> tuple[str, ...]:

@@ -27,8 +27,12 @@ from pydantic import AfterValidator, Field
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
-from shardc.ir.patterns import nearest
 from shardc.ir.placement import Layout, Shard
+from shardc.ir.similar_names import did_you_mean
+
+
+def _examples(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
 
 
 class UnknownParameterError(ShardcError, KeyError):
@@ -38,9 +42,7 @@ class UnknownParameterError(ShardcError, KeyError):
     def of(cls, name: str, known: Iterable[str], where: str) -> UnknownParameterError:
         """Build the error for a name, with the nearest known one. where: the call that failed."""
         names = list(known)
-        near = nearest(str(name), names)
-        examples = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-        fix = f"did you mean {near!r}?" if near else f"names are the model's, such as {examples}"
+        fix = did_you_mean(name, names, f"names are the model's, such as {_examples(names)}")
         return cls(f"the model has no parameter {name!r}", where=where, fix=fix)
 
 
@@ -57,9 +59,7 @@ def named_nearest(call: str, kind: str, name: str, known: Callable[[], Iterable[
         raise  # get_parameter calls get_submodule
     except AttributeError:
         names = [n for n in known() if n]
-        near = nearest(str(name), names)
-        examples = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-        fix = f"did you mean {near!r}?" if near else f"there are {examples}" if names else f"it has no {kind}"
+        fix = did_you_mean(name, names, f"there are {_examples(names)}" if names else f"it has no {kind}")
         fault = f"the module has no {kind} {name!r}"
         raise UnknownNameError(fault, where=f"module.{call}({name!r})", fix=fix) from None
 

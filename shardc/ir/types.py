@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,13 @@ _LIKE = ("_like", "new_")
 OUTSIDE_DOMAIN = (RuntimeError, ValueError, IndexError)
 
 
+def continuous(x: Tensor | Value) -> bool:
+    """Return whether a gradient may flow through x: it holds real or complex numbers."""
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
 def of_tensor(x: Tensor, requires_grad: bool = False) -> Value:
-    return Value(tuple(int(s) for s in x.shape), x.dtype, requires_grad and (x.is_floating_point() or x.is_complex()))
+    return Value(tuple(int(s) for s in x.shape), x.dtype, requires_grad and continuous(x))
 
 
 def op_name(target: Any) -> str:
@@ -56,9 +61,10 @@ def nodes_in(x: Any) -> Iterable[fx.Node]:
 
 
 def typed_key(x: Any, of_node: Callable[[fx.Node], Any] | None = None) -> Any:
-    """Return the arguments of a call as a hashable key. Numbers keep their class, so that 1, 1.0 and True differ.
+    """Return the arguments of a call as a hashable key, equal for arguments that compute the same.
 
-    of_node: returns a node's key; default: its type, or its name if it has none.
+    1, 1.0 and True differ, 0.0 and -0.0 too. of_node: returns a node's key; default: its type, or its name if it has
+    none.
     """
     if isinstance(x, fx.Node):
         value = of_node(x) if of_node is not None else x.meta.get("value")
@@ -66,8 +72,10 @@ def typed_key(x: Any, of_node: Callable[[fx.Node], Any] | None = None) -> Any:
     if isinstance(x, (tuple, list)):
         return tuple([typed_key(y, of_node) for y in x])
     if isinstance(x, dict):
-        return tuple((k, typed_key(v, of_node)) for k, v in x.items())
-    return (type(x), x)
+        return tuple([(k, typed_key(x[k], of_node)) for k in sorted(x)])
+    if isinstance(x, slice):
+        return "slice", x.start, x.stop, x.step
+    return (type(x), repr(x)) if isinstance(x, (int, float)) else x
 
 
 def requires_grad(node: fx.Node) -> bool:
@@ -92,6 +100,15 @@ def on_meta(x: Any) -> Any:
         return torch.empty(v.shape, dtype=v.dtype, device="meta")
 
     return fx.map_arg(x, lambda node: map_value(empty, node.meta["value"]))
+
+
+#: Arguments about a tensor's device and memory: no part of the computation.
+_PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+
+
+def without_place(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments without those about a tensor's device and memory, which types do not need."""
+    return {k: v for k, v in kwargs.items() if k not in _PLACE}
 
 
 def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:

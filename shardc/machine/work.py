@@ -11,24 +11,19 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(slots=True, eq=False)
 class Storage:
-    """One storage. op: its producer; shape, dtype: of the first tensor in it. Unset if read from a disk.
+    """One storage. op: its producer; shape, dtype: of the first tensor in it.
 
     still: its size does not grow with a batch's rows, for any kind.
     """
 
-    __slots__ = ("dtype", "kind", "nbytes", "op", "shape", "still")
-
-    def __init__(
-        self,
-        nbytes: int,
-        kind: str,
-        op: str = "",
-        shape: tuple[int, ...] = (),
-        dtype: torch.dtype | None = None,
-        still: bool = False,
-    ) -> None:
-        self.nbytes, self.kind, self.op, self.shape, self.dtype, self.still = nbytes, kind, op, shape, dtype, still
+    nbytes: int
+    kind: str
+    op: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    still: bool = False
 
 
 class Op(NamedTuple):

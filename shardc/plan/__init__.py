@@ -4,7 +4,7 @@ planner       plans, prices given specs and answers questions; search: finds the
 space         the choices: mesh, ZeRO, schedule, recomputation, ...
 few_layers    the model with few of its layers, and the facts that a plan needs
 runs          dry runs of few layers; stage: costs of the parts of a stage's step
-rank          tier one: estimates every choice by arithmetic on one block
+estimate      tier one: estimates every choice by arithmetic on one block
 price         tier two: prices a spec by its own dry runs
 result        Plan, Candidate
 questions     the largest that fits, what would help most, the best of several clusters
@@ -114,11 +114,8 @@ def _number(devices: int | None, machine: Device, specs: Sequence[Spec]) -> int:
     if devices is None and machine.nodes is not None:
         devices = machine.nodes * machine.node
     if devices is None:
-        raise ShardcError(
-            "the number of devices is missing",
-            where="--devices",
-            fix="add e.g. --devices 64, or price a spec with --given spec.yaml; in Python devices=64, given=...",
-        )
+        fix = "add e.g. --devices 64, or price a spec with --given spec.yaml; in Python devices=64, given=..."
+        raise ShardcError("the number of devices is missing", where="--devices", fix=fix)
     if isinstance(devices, bool) or not isinstance(devices, int):
         raise ShardcError(f"{devices!r} is no number of devices", where="--devices", fix="a whole number, such as 8")
     if devices < 1:

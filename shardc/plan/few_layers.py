@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from shardc.capture import capture
 from shardc.errors import ShardcError
-from shardc.ir.graph import source_of
+from shardc.ir.graph import calls, source_of
 from shardc.ir.patterns import match
 from shardc.ir.program import Program
 from shardc.ir.repeats import layer_lists
@@ -34,6 +34,7 @@ UNITS = 5
 
 #: Attributes in which the layers of transformers keep their number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
+_PLAIN = (int, float, str, bool, tuple, type(None))
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -133,7 +134,7 @@ def facts(subject: Subject) -> Facts:
         layers=subject.layers,
         dtype=str(first.dtype).removeprefix("torch.") if first is not None else "float32",
         number=number,
-        cuts=max(sum(map(len, lists.values())), 1),
+        cuts=subject.layers.number if subject.layers else max(sum(map(len, lists.values())), 1),
         shard={"use": "model" if model_plan.read(subject.model) else "structure"},
         regions=tuple(f"{name}.*" if name else "*" for name in lists),
         sequences=tuple(f"{name}.*" for name in lists if name and _hands_on(program, name)),
@@ -144,18 +145,10 @@ def facts(subject: Subject) -> Facts:
 
 def experts(program: Program) -> tuple[tuple[str, ...], int]:
     """Return patterns of the modules with experts, and the number of experts; ((), 0) without any."""
-    nodes = [n for n in program.graph.nodes if n.op == "call_function" and op_name(n.target) == "experts"]
-    modules: dict[str, None] = {}
-    number = 0
-    for n in nodes:
-        modules[of_every_layer(source_of(n).module)] = None
-        held = [
-            x.meta["value"].shape[0]
-            for x in n.all_input_nodes
-            if x.op == "placeholder" and len(x.meta["value"].shape) > 2
-        ]
-        number = max([number, *held])
-    return tuple(modules), number
+    nodes = [n for n in calls(program.graph) if op_name(n.target) == "experts"]
+    stored = [x.meta["value"].shape for n in nodes for x in n.all_input_nodes if x.op == "placeholder"]
+    modules = dict.fromkeys(of_every_layer(source_of(n).module) for n in nodes)
+    return tuple(modules), max((shape[0] for shape in stored if len(shape) > 2), default=0)
 
 
 def encoders(lists: Sequence[str]) -> tuple[str, ...]:
@@ -194,7 +187,11 @@ def _repeated(model: nn.Module) -> Layers | None:
 
     None unless there is one outermost list with more than UNITS periods. Takes the pattern that keeps fewest layers.
     """
-    lists = [(name, m) for name, m in _lists(model, "") if len(m._modules) > 1]
+    lists = [
+        (name, m)
+        for name, m in model.named_modules(remove_duplicate=False)
+        if layer_of(name) is None and len(m._modules) > 1 and all(map(str.isdigit, m._modules))
+    ]
     if len(lists) != 1:
         return None
     name, longest = lists[0]
@@ -211,32 +208,14 @@ def _repeated(model: nn.Module) -> Layers | None:
     return None
 
 
-def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    children = dict(module.named_children())
-    if children and all(k.isdigit() for k in children):
-        yield name, module
-        return
-    for k, m in children.items():
-        yield from _lists(m, f"{name}.{k}" if name else k)
+def _signature(layer: nn.Module) -> object:
+    """Return a value that is equal for layers that differ only in their number."""
 
+    def plain(m: nn.Module) -> str:
+        return repr(sorted((k, v) for k, v in vars(m).items() if isinstance(v, _PLAIN) and k not in _NUMBERS))
 
-def _signature(module: nn.Module) -> object:
-    """Return a value that is equal for modules that differ only in their layer number."""
-    plain = {
-        k: v
-        for k, v in vars(module).items()
-        if isinstance(v, (int, float, str, bool, tuple, type(None))) and k not in _NUMBERS
-    }
-    tensors = [
-        (n, tuple(x.shape), x.dtype)
-        for n, x in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    ]
-    return (
-        type(module),
-        repr(sorted(plain.items())),
-        repr(tensors),
-        tuple((k, _signature(m)) for k, m in module.named_children()),
-    )
+    tensors = [(n, x.shape, x.dtype) for n, x in (*layer.named_parameters(), *layer.named_buffers())]
+    return [(name, type(m), plain(m)) for name, m in layer.named_modules()], tensors
 
 
 def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
@@ -256,7 +235,6 @@ def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
 def _leaves(batch: Any) -> list[Tensor]:
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     if not tensors or not any(x.dim() for x in tensors):
-        raise ShardcError(
-            "the batch has no tensor with rows", fix="give a dict (keyword arguments), a tuple or a tensor"
-        )
+        fix = "give a dict (keyword arguments), a tuple or a tensor"
+        raise ShardcError("the batch has no tensor with rows", fix=fix)
     return tensors

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardc.cost.step import gradients_norm
 from shardc.errors import ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.machine.device import Device
 from shardc.plan.price import Priced, price
-from shardc.plan.questions import Largest, what_if
+from shardc.plan.questions import largest, what_if
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.runs import Library, Runs
 from shardc.plan.search import FAR, Search
-from shardc.plan.space import Choice, Facts, Keep, spec
+from shardc.plan.space import Choice, Facts, Keep, longer, spec, splits
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -40,6 +39,9 @@ class Planner:
     headroom: float
     name: str
     on: Callable[[str, int, int], None]
+    facts: Facts = field(init=False)
+    library: Library = field(init=False)
+    finder: Search = field(init=False)
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -49,18 +51,9 @@ class Planner:
         if not 0 <= self.headroom < 1:
             fix = "a number from 0 to 1, such as 0.05"
             raise ShardcError(f"headroom {self.headroom} is not a share", where="--headroom", fix=fix)
-
-    @cached_property
-    def facts(self) -> Facts:
-        return replace(self.runs.facts, precision=PRECISIONS[self.precision])
-
-    @cached_property
-    def library(self) -> Library:
-        return Library(self.runs, self.facts, self.device, self.headroom)
-
-    @cached_property
-    def finder(self) -> Search:
-        return Search(self.library, self.on)
+        self.facts = replace(self.runs.facts, precision=PRECISIONS[self.precision])
+        self.library = Library(self.runs, self.facts, self.device, self.headroom)
+        self.finder = Search(self.library, self.on)
 
     def target(self, devices: int, batch: int, assumed: tuple[str, ...] = (), given: Spec | None = None) -> Target:
         """Return what a plan is for. given: the spec that names the precision, in place of `--precision`."""
@@ -86,7 +79,7 @@ class Planner:
         rows, note = self._batch(devices, batch)
         exact = finder.best(devices, rows)
         target = self.target(devices, rows, (note,))
-        priced = sorted((self._candidate(c, p, target) for c, p in exact.items()), key=_order)
+        priced = sorted((self._candidate(c, p, target) for c, p in exact.items()), key=best_first)
         # of schedules with the same result, and of settings that nothing uses, the first
         first = {_result(c): c for c in reversed(priced)}
         candidates = tuple(c for c in priced if first[_result(c)] is c)
@@ -100,10 +93,9 @@ class Planner:
         """Return the rows of the global batch, and a note on their source."""
         rows, finder = batch or self.facts.rows, self.finder
         more = [] if batch else [2**i for i in range(1, 40) if 2**i * rows < 2 * devices] + [devices]
+        ways = self.facts, devices, self.device.node
         for k in (1, *more):
-            if finder.spreads(devices, k * rows, finder.splits(devices)) or (
-                k == 1 and finder.spreads(devices, rows, finder.longer(devices))
-            ):
+            if finder.spreads(devices, k * rows, [*splits(*ways), *(longer(*ways) if k == 1 else ())]):
                 note = "(--global-batch)" if batch else " (change it with --global-batch)"
                 times = f", times {k}: as some of {devices} devices would be idle with fewer"
                 source = f": what batch() gives{times if k > 1 else note}" if not batch else f" {note}"
@@ -118,15 +110,14 @@ class Planner:
     def given(self, specs: Sequence[Spec], batch: int | None) -> Plan:
         """Price these specs for the same global batch."""
         rows = batch or self.facts.rows
-        note = f"global batch of {rows} rows" + (
-            "" if batch else ": what batch() gives (change it with --global-batch)"
-        )
+        source = "" if batch else ": what batch() gives (change it with --global-batch)"
+        note = f"global batch of {rows} rows{source}"
         found = []
         for one in specs:
             self.on("the given spec", 0, 0)
             target = self.target(one.mesh.world, rows, (note,), given=one)
             found.append(Candidate(**vars(price(self.library, one, rows)), spec=one, target=target))
-        found.sort(key=_order)
+        found.sort(key=best_first)
         return Plan(found[0].target, tuple(found), len(found))
 
     # --- largest batch, sequence and model; fewest devices
@@ -162,24 +153,23 @@ class Planner:
             self.on(words.format(first + n * unit), 0, 0)
             return needs(first + n * unit)
 
-        solver = Largest(of, self.library.usable)
-        n = solver.solve(max((start - first) // unit, 1))
-        following = solver.peaks.get(n + 1, math.inf)
+        n, priced = largest(of, self.library.usable, max((start - first) // unit, 1))
+        following = priced.get(n + 1, math.inf)
         return {
             "value": n and first + n * unit,
             "step": unit,
-            "needs_bytes": solver.peaks.get(n),
+            "needs_bytes": priced.get(n),
             "next": first + (n + 1) * unit,
             "next_needs_bytes": following if math.isfinite(following) else None,
             "spec": one.to_dict(),
-            "priced": len(solver.peaks),
+            "priced": len(priced),
         }
 
     def _for_long_rows(self, best: Candidate, devices: int) -> list[Spec]:
         """Return specs for the longest rows: one row at a time, cut over all ranks, all recomputed, ZeRO 3."""
         rows, found = best.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
-        for core in self.finder.splits(devices):
+        for core in splits(self.facts, devices, self.device.node):
             cp, block = devices // (core.tp * ep), self.finder.block(core)
             if block is not None and cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
                 keep: Keep = "full" if self.facts.regions else "none"
@@ -276,6 +266,6 @@ def _result(c: Candidate) -> object:
     return c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}", f"{c.needs:.4g}"
 
 
-def _order(c: Candidate) -> tuple[bool, float]:
-    """Return a key that puts the fastest candidate that fits first."""
+def best_first(c: Candidate) -> tuple[bool, float]:
+    """Return a key that sorts candidates: the fastest that fits first, then those that need least."""
     return not c.fits, c.step_seconds if c.fits else c.needs

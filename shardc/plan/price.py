@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -19,31 +19,11 @@ from shardc.cost.peak_memory import allocations, reserve
 from shardc.cost.recorded import DryRun, parts
 from shardc.cost.step import assemble, costs, transfers
 from shardc.layer_names import layer_of
-from shardc.machine.work import Part, Storage
+from shardc.machine.work import Storage
 from shardc.plan.runs import Library, Stages
-from shardc.plan.stage import (
-    BYTES,
-    CAUSES,
-    FLOPS,
-    HIGH,
-    NET,
-    OF_UPDATE,
-    SENT,
-    SHARED,
-    WHAT,
-    Key,
-    Meter,
-    Stage,
-    Vector,
-    computing,
-    part_of,
-    parts_of,
-    roles,
-    similar,
-    typical,
-)
+from shardc.plan.stage import BYTES, CAUSES, FLOPS, HIGH, LATE, NET, WHAT, Meter, Stage, Vector, named, parts_of, roles
 from shardc.runtime import schedule as schedules
-from shardc.runtime.schedule import SCHEDULES, Action, Schedule
+from shardc.runtime.schedule import SCHEDULES, Schedule
 from shardc.spec import Spec
 
 #: The cause of time in WHAT that is waiting for other stages.
@@ -96,40 +76,31 @@ class Priced:
 
 def price(library: Library, spec: Spec, batch: int) -> Priced:
     """Return the price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
-    layers = library.layers
-    each = spec.batch.microbatches
+    layers, each, p = library.layers, spec.batch.microbatches, spec.pipeline
+    p = p if p is not None and spec.mesh.size(p.axis) > 1 else None
+    known = p is None or (layers is not None and p.schedule in SCHEDULES and not SCHEDULES[p.schedule].pairs)
+    even = batch % (each * spec.data_ranks) == 0  # else compile raises the error
+    if not (known and even and spec.execution.overlap == "none" and library.runs.treats_layers_alike(spec)):
+        return _whole(library, spec, batch)  # a pair of microbatches is priced from its own program
     some = min(each, 3)  # the first, a typical one, the last
     less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
     less["batch"] = {**less.get("batch", {}), "microbatches": some}
-    rows = batch // each * some
-    if batch % (each * spec.data_ranks):
-        return _whole(library, spec, batch)  # compile raises the error
-    side_by_side = spec.execution.overlap != "none"  # a pair is priced from its own program
-    if side_by_side or not library.runs.treats_layers_alike(spec):
-        return _whole(library, spec, batch)
-    of = roles(spec)
+    rows, of = batch // each * some, roles(spec)
     summing = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))  # ranks that sum gradients
-    p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0  # of gradients, in one sum
-    if p is None or spec.mesh.size(p.axis) == 1:
+    bucket = spec.data.bucket_bytes(summing) if summing > 1 else 0.0  # of gradients, in one sum
+    if p is None:
         less.pop("pipeline", None)
-        stage, only = library.alone(less, rows, bucket)
-        return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
-    pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs
-    if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # as above
-        return _whole(library, spec, batch)
-    stages = library.pipelined(less, rows, p.axis)
-    counts = counted(spec, stages, layers.number)
-    middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
-    times = library.periods(bucket, two - middle, max(counts) / layers.period)
+    few = partial(library.alone, less, rows) if p is None else partial(library.pipelined, less, rows, p.axis)
+    stages, number = few(), layers.number if layers is not None else 1
+    counts = (number,) if p is None else counted(spec, stages, number)
+    times = library.periods(bucket, stages.trained, max(counts) / stages.period)
     if not times:
-        return _whole(library, spec, batch, counts)
-    if times > 1:
-        stages = library.pipelined(less, rows, p.axis, times)
-    schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
-    costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
-    first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
-    few = [first, *[one] * (len(counts) - 2), last]
-    return _composed(library, spec, batch, costs, few, schedule, counts)
+        return _whole(library, spec, batch, () if p is None else counts)
+    stages = few(times=times) if times > 1 else stages
+    name, ranks = ("1f1b", 1) if p is None else (p.schedule, spec.mesh.size(p.axis))
+    schedule = schedules.make(name, stages=len(counts), ranks=ranks, microbatches=each)
+    costs, runs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)], stages.runs(len(counts))
+    return _composed(library, spec, batch, costs, runs, schedule, () if p is None else counts)
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
@@ -174,12 +145,12 @@ def beside_layers(stages: Stages) -> tuple[float, float]:
     """
 
     def seconds(s: Stage, causes: slice = CAUSES) -> float:
-        return float(sum(typical(s, kind)[causes].sum() for kind in computing(s)))
+        return float(sum(s.typical(kind)[causes].sum() for kind in s.computing))
 
     here = slice(CAUSES.start, CAUSES.start + 3)
-    one, two = stages.one, stages.two
+    first, one, two, last = stages.stages.values()
     more = max(seconds(two) - seconds(one), seconds(two, here) - seconds(one, here), 1e-12) / stages.period
-    return (seconds(stages.first) - seconds(one)) / more, (seconds(stages.last) - seconds(one)) / more
+    return (seconds(first) - seconds(one)) / more, (seconds(last) - seconds(one)) / more
 
 
 def _composed(
@@ -201,7 +172,7 @@ def _composed(
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     step = float(whole[0].sum())
     if spec.pipeline is not None and schedule.ranks > 1:
-        moved = {(s, s + 1): float(part_of(stages[s], "SEND_F", "middle")[SENT]) for s in range(schedule.stages - 1)}
+        moved = {(s, s + 1): stages[s].sent for s in range(schedule.stages - 1)}
         transfer = transfers(library.device, spec.mesh, spec.pipeline.axis, schedule, moved)
         of_action, begin = _actions(stages, schedule)
         timeline = schedules.timeline(schedule, costs(of_action, schedule, transfer, begin))
@@ -211,7 +182,7 @@ def _composed(
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
     by["temporaries"] += by.pop("still")
     kinds = {k: n for k, n in by.items() if n > 0}
-    sent = [{r.axis for _, part in parts_of(run) for r in part.sent if r.bytes} for run in few]
+    sent = [{r.axis for _, part in run.ran for r in part.sent if r.bytes} for run in few]
     beside = library.device.outside_bytes(max(map(len, sent)))
     live = [float(v.sum()) for v in peaks]
     taken = reserved(library, few, schedule, live, library.device.memory - beside)
@@ -223,7 +194,7 @@ def _once_a_step(stages: Iterable[Stage]) -> Vector:
 
     A rank waits only once for other stages, however many stages it has: they pass on one loss.
     """
-    each = np.array([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in stages])
+    each = np.array([np.sum([s.part(k, "")[CAUSES] for k in ENDS], 0) for s in stages])
     spent: Vector = each.sum(0)
     spent[_STAGES] = each[:, _STAGES].max()
     return spent
@@ -232,7 +203,7 @@ def _once_a_step(stages: Iterable[Stage]) -> Vector:
 def _all(s: Stage, microbatches: int) -> Vector:
     """Sum the costs of all microbatches on a stage: the first, those between, and the last."""
     some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
-    return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
+    return np.sum([n * s.part(kind, which) for kind in s.computing for which, n in some.items()], 0)  # type: ignore[no-any-return]
 
 
 def _actions(stages: Sequence[Stage], schedule: Schedule) -> tuple[dict[tuple[str, int, int], float], list[float]]:
@@ -242,10 +213,10 @@ def _actions(stages: Sequence[Stage], schedule: Schedule) -> tuple[dict[tuple[st
     """
     of_action, begin = dict[tuple[str, int, int], float](), [0.0] * schedule.ranks
     for i, s in enumerate(stages):
-        for kind in {*computing(s), "B"}:
+        for kind in {*s.computing, "B"}:
             for which, m in (("middle", 1), ("last", schedule.microbatches - 1), ("first", 0)):
-                of_action[kind, i, m] = float(part_of(s, kind, which)[CAUSES].sum())
-        late, rank = max(float(part_of(s, "F", "first")[OF_UPDATE]), 0.0), schedule.placement[i]
+                of_action[kind, i, m] = float(s.part(kind, which)[CAUSES].sum())
+        late, rank = max(float(s.part("F", "first")[LATE]), 0.0), schedule.placement[i]
         of_action["F", i, 0] -= late
         begin[rank] = begin[rank] or late
     return of_action, begin
@@ -257,7 +228,7 @@ def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
     A part may leave more than its own peak: with fewer layers, the peak was at another moment.
     """
     each = [s["before", ""] for s in mine.values()]
-    each += [part_of(mine[a.stage], a.kind, which) for a, which in _computed(schedule, rank)]
+    each += [mine[a.stage].part(a.kind, which) for a, which in named(schedule.actions[rank]) if a.stage >= 0]
     each += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
     live: Vector = np.sum([s["resident", ""][NET] for s in mine.values()], 0)
     best = live
@@ -265,15 +236,6 @@ def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
         best = max(best, live + part[HIGH], live + part[NET], key=np.sum)
         live = live + part[NET]
     return np.maximum(best, 0)
-
-
-def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Action, str]]:
-    """Yield a rank's actions of stages, with the kind of their microbatch: "first", "middle", "last", or "" (none)."""
-    last = schedule.microbatches - 1
-    for a in schedules.computed(schedule.actions[rank]):
-        m = a.microbatch
-        if a.stage >= 0:
-            yield a, "" if m < 0 else "first" if m == 0 else "last" if m == last else "middle"
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
@@ -322,28 +284,20 @@ def reserved(library: Library, few: Sequence[DryRun], schedule: Schedule, live: 
 
 
 def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float, room: float) -> float:
-    named, resident = dict[int, dict[Key, Part]](), list[Storage]()
-    for s in schedule.stages_of(rank):
-        own = _Own()  # two stages may have the same run
-        resident += [own[x] for x in few[s].resident]
-        parts = _microbatches(few[s]).items()
-        named[s] = {k: replace(p, changes=[(sign, own[x]) for sign, x in p.changes]) for k, p in parts}
-    step = [(each["before", ""], False) for each in named.values()]
-    for a, which in _computed(schedule, rank):
-        step += [(named[a.stage][key], False) for key in similar(named[a.stage], a.kind, which)]
-    step += [(each["after", ""], i == 0) for i, each in enumerate(named.values())]
-    step += [(each["update", ""], False) for each in named.values()]
+    stages, resident = {s: parts_of(few[s]) for s in schedule.stages_of(rank)}, list[Storage]()
+    for s, each in stages.items():
+        own = cache(lambda x: Storage(x.nbytes, x.kind))  # two stages may have the same run
+        resident += map(own, few[s].resident)
+        for key, part in each.items():
+            each[key] = replace(part, changes=[(sign, own(x)) for sign, x in part.changes])
+    step = [(each["before", ""], False) for each in stages.values()]
+    for a, which in named(schedule.actions[rank]):
+        step += [(part, False) for part in stages[a.stage].similar(a.kind, which)] if a.stage >= 0 else []
+    step += [(each["after", ""], i == 0) for i, each in enumerate(stages.values())]
+    step += [(each["update", ""], False) for each in stages.values()]
     high = max(accumulate(sign * s.nbytes for sign, s, *_ in allocations(resident, step)))
     others = max(live - high, 0.0)
     return reserve(resident, step, max(room - others, high)) + others
-
-
-class _Own(dict[Storage, Storage]):
-    """Copies of storages."""
-
-    def __missing__(self, x: Storage) -> Storage:
-        self[x] = Storage(x.nbytes, x.kind)
-        return self[x]
 
 
 def _shortened(schedule: Schedule) -> Schedule:
@@ -356,18 +310,3 @@ def _shortened(schedule: Schedule) -> Schedule:
         if all(kept(ranks, per_rank, n, first) == kept(ranks, per_rank, most, first) for first in (True, False)):
             return schedules.make(schedule.name, stages=schedule.stages, ranks=ranks, microbatches=n)
     return schedule
-
-
-def _microbatches(run: DryRun) -> dict[Key, Part]:
-    """Return the parts of a step by key. A microbatch that represents many leaves nothing, as in `stage`."""
-    found = dict(reversed(list(parts_of(run))))
-    several = len({a.microbatch for a, _ in run.actions if a.microbatch >= 0}) > 1
-    for which, stays in (("first", SHARED), ("middle", ())) if several else ():
-        end = next((key for kind in "WB" if (key := (kind, which)) in found), None)
-        if end is not None:
-            left = Counter[Storage]()
-            for sign, storage in (x for (_, w), part in found.items() if w == which for x in part.changes):
-                left[storage] += sign
-            freed = [(-1, s) for s, n in left.items() if n > 0 and s.kind not in stays]
-            found[end] = replace(found[end], changes=[*found[end].changes, *freed])
-    return found

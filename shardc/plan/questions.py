@@ -1,6 +1,6 @@
 """Answer questions beyond the best spec: the largest that fits, what would help, the best cluster.
 
-`Largest` follows the curve through the priced points, and confirms its answer by pricing it and the next number. Live
+`largest` follows the curve through the priced points, and confirms its answer by pricing it and the next number. Live
 memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may change), so two
 or three points lead near the answer. Reserved memory grows in steps, so the curve is of little use close to the
 answer: after a guess that does not halve the interval, the next guess is its middle.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,48 +32,32 @@ if TYPE_CHECKING:
 MOST = 1 << 30
 
 
-@dataclass
-class Largest:
-    """The largest n with peak(n) <= limit, 0 if there is none; peak is inf for impossible n.
+def largest(needs: Callable[[int], float], limit: float, start: int = 1) -> tuple[int, dict[int, float]]:
+    """Return the largest n with needs(n) <= limit, 0 if there is none; and what was priced, by n.
 
-    peaks: the priced numbers, {n: peak}.
+    needs is inf for impossible n.
     """
+    low, high, n, priced = 0, MOST, max(start, 1), dict[int, float]()  # low fits, high does not
+    while high - low > 1:
+        left, priced[n] = high - low, needs(n)
+        low, high = (n, high) if priced[n] <= limit else (low, n)
+        slow = 2 * (high - low) > left and low > 0 and high < MOST
+        guess = (low + high) // 2 if slow else _crossing(priced, limit, low, high)
+        n = min(max(guess, low + 1), high - 1)
+    return low, priced
 
-    peak: Callable[[int], float]
-    limit: float
-    peaks: dict[int, float] = field(default_factory=dict)
 
-    def at(self, n: int) -> float:
-        if n not in self.peaks:
-            self.peaks[n] = self.peak(n)
-        return self.peaks[n]
-
-    def solve(self, start: int = 1) -> int:
-        low, high, n = 0, MOST, max(start, 1)  # low fits, high does not
-        while high - low > 1:
-            left = high - low
-            if self.at(n) <= self.limit:
-                low = n
-            else:
-                high = n
-            slow = 2 * (high - low) > left and low > 0 and high < MOST
-            n = min(max((low + high) // 2 if slow else self._guess(low, high), low + 1), high - 1)
-        return low
-
-    def _guess(self, low: int, high: int) -> int:
-        """Return where the curve through the known points crosses the limit."""
-        known = sorted((n, p) for n, p in self.peaks.items() if np.isfinite(p))
-        if len(known) < 2:
-            return 2 * low if high == MOST else (low + high) // 2
-        near = sorted(known, key=lambda x: abs(x[1] - self.limit))[:3]
-        curve = np.polynomial.Polynomial.fit([n for n, _ in near], [p - self.limit for _, p in near], len(near) - 1)
-        complex_roots = [complex(r) for r in curve.roots()]
-        roots = [r.real for r in complex_roots if abs(r.imag) < 1e-6 and low - 1 < r.real < high + 1]
-        if not roots:
-            return 4 * max(low, 1) if high == MOST else (low + high) // 2
-        guess = int(np.floor(max(roots) + 1e-9))
-        tried = guess in self.peaks
-        return guess + 1 if tried and guess == low else guess
+def _crossing(priced: Mapping[int, float], limit: float, low: int, high: int) -> int:
+    """Return where the curve through the priced points crosses the limit."""
+    known = sorted(((n, p) for n, p in priced.items() if np.isfinite(p)), key=lambda x: (abs(x[1] - limit), x[0]))
+    if len(known) < 2:
+        return 2 * low if high == MOST else (low + high) // 2
+    n, p = np.array(known[:3]).T
+    complex_roots = [complex(r) for r in np.polynomial.Polynomial.fit(n, p - limit, len(n) - 1).roots()]
+    roots = [r.real for r in complex_roots if abs(r.imag) < 1e-6 and low - 1 < r.real < high + 1]
+    if not roots:
+        return 4 * max(low, 1) if high == MOST else (low + high) // 2
+    return int(np.floor(max(roots) + 1e-9))
 
 
 # --- what would help
@@ -90,9 +74,7 @@ def what_if(library: Library, spec: Spec, batch: int) -> list[dict[str, Any]]:
         seconds = priced.step_seconds
         return {"what": what, "step_seconds": seconds, "ratio": seconds / now.step_seconds, "fits": priced.fits}
 
-    found = [
-        answer(what, price(replace(library, device=other), spec, batch)) for what, other in _others(library.device)
-    ]
+    found = [answer(what, price(replace(library, device=d), spec, batch)) for what, d in _others(library.device)]
     for what, one in _specs(spec):
         with contextlib.suppress(ShardcError):  # compile may refuse a variant
             found.append(answer(what, price(library, one, batch)))
@@ -161,12 +143,8 @@ def best_cluster(plans: Sequence[Plan], prices: Mapping[str, float]) -> Plan:
                     one["price_per_million_tokens"] = one["price_per_row"] / a.sequence * 1e6
         found.append((plan, one))
     every = all("price_per_row" in one for _, one in found if one["fits"])
-
-    def rank(x: tuple[Plan, dict[str, Any]]) -> tuple[bool, float]:
-        one = x[1]
-        return not one["fits"], 0.0 if not one["fits"] else one["price_per_row"] if every else -one["rows_per_second"]
-
-    found.sort(key=rank)
+    by, sign = ("price_per_row", 1) if every else ("rows_per_second", -1)
+    found.sort(key=lambda x: (not x[1]["fits"], sign * x[1].get(by, 0.0)))
     plan, one = found[0]
     answer = {"what": "the cheapest" if every else "the fastest", "value": one["device"] if one["fits"] else None}
     return replace(plan, answers={**plan.answers, "clusters": {**answer, "clusters": [x for _, x in found]}})

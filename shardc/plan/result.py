@@ -98,21 +98,15 @@ class Candidate(Priced):
         return {name: s for name, s in {**parts, **spent}.items() if s}
 
     def to_json(self) -> dict[str, Any]:
+        same = "fits", "step_seconds", "mfu", "tokens_per_second", "rows_per_second", "limit", "shares", "waterfall"
         return {
             "spec": self.spec.to_dict(),
             "mesh": dict(self.spec.mesh.axes),
-            "fits": self.fits,
-            "step_seconds": self.step_seconds,
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
-            "rows_per_second": self.rows_per_second,
+            **{name: getattr(self, name) for name in same},
             "peak_bytes": round(self.peak),
             "reserved_bytes": round(self.reserved),
             "outside_bytes": round(self.outside),
             "memory": {k: round(n) for k, n in self.memory.items()},
-            "limit": self.limit,
-            "shares": self.shares,
-            "waterfall": self.waterfall,
             "layers": list(self.counts),
         }
 
@@ -175,11 +169,8 @@ class Plan:
         a = self.target
         if not self.candidates:
             why = "; ".join(f"{k}: {v}" for k, v in list(self.refused.items())[:3])
-            return ShardcError(
-                f"no way to use {a.devices} devices was found{': ' + why if why else ''}",
-                where=a.model,
-                fix="see --global-batch",
-            )
+            fault = f"no way to use {a.devices} devices was found{': ' + why if why else ''}"
+            return ShardcError(fault, where=a.model, fix="see --global-batch")
         near = min(self.candidates, key=lambda c: c.needs)
         kind, most = max(near.memory.items(), key=lambda x: x[1])
         way = {

@@ -32,7 +32,7 @@ from shardc.machine.device import Device
 from shardc.optional import registered
 from shardc.plan.few_layers import Subject, facts
 from shardc.plan.space import Choice, Core, Facts, Layers, spec
-from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, Vector, lines, part_of, roles, stage
+from shardc.plan.stage import CAUSES, FLOPS, Key, Meter, Stage, Vector, lines, memory_of, roles, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine_optimizer import assumed
@@ -69,31 +69,44 @@ class Rank:
     roles: Mapping[str, str]
     weights: Weights
 
+    @cached_property
+    def memory(self) -> Mapping[Key, Vector]:
+        """The vectors of the run without times."""
+        return memory_of(self.run)
+
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one rank each: first, middle with `base` units (`one`) and one more (`two`), last.
+    """Stages of one rank each: "first", middle with `base` units ("one") and one more ("two"), "last".
 
-    whole: the only stage of a model without repeated layers. period: layers of a unit; before: layers of the first
-    stage besides its units. ranks: the ranks that were run, by the name of their stage.
+    Without a pipeline all but "two" are the whole model; without repeated layers there is only the "whole".
+    ranks: those that were run. period: layers of a unit; before: layers of the first stage besides its units.
     """
 
     ranks: Mapping[str, Rank]
-    whole: Stage | None = None
-    first: Stage = field(default_factory=dict)
-    one: Stage = field(default_factory=dict)
-    two: Stage = field(default_factory=dict)
-    last: Stage = field(default_factory=dict)
+    stages: Mapping[str, Stage]
     period: int = 1
     before: int = 0
     base: int = 1
 
     def at(self, index: int, count: int, layers: float) -> Stage:
-        """Return stage `index` of `count` (more than one), with so many layers."""
-        if index == 0:
-            return lines(self.first, self.two, self.one, (layers - self.before) / self.period - self.base)
-        base = self.last if index == count - 1 else self.one
-        return lines(base, self.two, self.one, layers / self.period - self.base)
+        """Return stage `index` of `count`, with so many layers."""
+        if "whole" in self.stages:
+            return self.stages["whole"]
+        name = "first" if index == 0 else "last" if index == count - 1 else "one"
+        units = (layers - (self.before if index == 0 else 0)) / self.period - self.base
+        return lines(self.stages[name], self.stages["two"], self.stages["one"], units)
+
+    def runs(self, count: int) -> list[DryRun]:
+        """Return the dry runs that represent `count` stages."""
+        names = ["first", *["one"] * (count - 2), "last"] if count > 1 else [*self.ranks][-1:]
+        return [self.ranks[name].run for name in names]
+
+    @property
+    def trained(self) -> float:
+        """Bytes of gradients of a unit of layers."""
+        one, two = (self.ranks[name].weights.trained if name in self.ranks else 0.0 for name in ("one", "two"))
+        return two - one
 
 
 @dataclass
@@ -203,8 +216,7 @@ class Library:
     sequence: int | None = None
     microbatches: int = 2
     number: int | None = None
-    _pipelined: dict[str, Stages] = field(default_factory=dict, init=False)
-    _alone: dict[str, tuple[Stage, DryRun]] = field(default_factory=dict, init=False)
+    _stages: dict[object, Stage] = field(default_factory=dict, init=False)
     _priced: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -225,63 +237,43 @@ class Library:
         """
         choice = Choice(**core._asdict(), microbatches=self.microbatches)
         entries = spec(choice, self.facts)
-        if self.layers is not None:
-            return self.pipelined(entries, choice.batch, more_rows=rows)
-        whole = self._only(entries, choice.batch, None)
-        return Stages({"whole": whole}, self._stage(whole, rows=rows))
+        few = self.pipelined if self.layers is not None else self.alone
+        return few(entries, choice.batch, more=rows)
 
-    def pipelined(
-        self, spec: Mapping[str, Any], rows: int, axis: str = "pp", times: int = 1, more_rows: int = 1
-    ) -> Stages:
+    def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp", times: int = 1, more: int = 1) -> Stages:
         """Return a spec's stages, from a pipeline of four stages along `axis` instead of the spec's pipeline.
 
         They have five units of layers; nine if units fill buckets (_BASE). times: periods of layers in a unit.
-        more_rows: factor on the rows.
+        more: factor on the rows.
         """
         layers, sizes = self.layers, spec["mesh"]
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
         mesh = {a: n for a, n in sizes.items() if a != axis}
         inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours along outer axes are further apart
-        key = json.dumps(
-            ({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), times, more_rows)
-        )
-        if key not in self._pipelined:
-            base, p = _BASE if times > 1 else 1, times * layers.period
-            counts = [layers.first + base * p, base * p, (base + 1) * p, base * p]
-            pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
-            document = {**spec, "mesh": {axis: 4, **mesh}, "pipeline": pipeline}
-            units = (sum(counts) - layers.first) // layers.period
-            ranks = self.runs.ranks(document, rows, units, self.sequence, (0, 1, 2, 3))
-            first, one, two, last = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
-            named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
-            self._pipelined[key] = Stages(named, None, first, one, two, last, p, layers.first, base)
-        return self._pipelined[key]
+        base, p = _BASE if times > 1 else 1, times * layers.period
+        counts = [layers.first + base * p, base * p, (base + 1) * p, base * p]
+        pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
+        document = {**spec, "mesh": {axis: 4, **mesh}, "pipeline": pipeline}
+        units = (sum(counts) - layers.first) // layers.period
+        each = self.runs.ranks(document, rows, units, self.sequence, (0, 1, 2, 3))
+        ranks = dict(zip(("first", "one", "two", "last"), each, strict=True))
+        stages = {name: self._stage(rank, sizes if inside else None, more) for name, rank in ranks.items()}
+        return Stages(ranks, stages, p, layers.first, base)
 
-    def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, DryRun]:
-        """Return the whole model as one stage, and the dry run that represents it.
+    def alone(self, spec: Mapping[str, Any], rows: int, times: int = 1, more: int = 1) -> Stages:
+        """Return the only stage of a spec without a pipeline, if possible from two and three units of layers.
 
-        Both come from two and three units of layers, if possible. bucket: bytes of a sum of gradients; 0: no sums.
+        times, more: as of `pipelined`; more only without layers.
         """
-        layers, key = self.layers, repr((spec, rows, bucket))
-        if key in self._alone:
-            return self._alone[key]
-        if layers is not None:
-            units = (layers.number - layers.first) / layers.period
-            two, three = (self._only(spec, rows, n) for n in (2, 3))
-            times = self.periods(bucket, three.weights.trained - two.weights.trained, units)
-            if times > 1:
-                two, three = (self._only(spec, rows, n * times) for n in (2, 3))
-                units /= times
-            elif not times:
-                layers = None
+        layers = self.layers
         if layers is None:
-            only = self._only(spec, rows, None)
-            self._alone[key] = self._stage(only), only.run
-        else:
-            few = self._stage(two)
-            self._alone[key] = lines(few, self._stage(three), few, units - 2), three.run
-        return self._alone[key]
+            whole = self._only(spec, rows, None)
+            return Stages({"whole": whole}, {"whole": self._stage(whole, rows=more)})
+        ranks = {name: self._only(spec, rows, n * times) for name, n in (("one", 2), ("two", 3))}
+        one, two = map(self._stage, ranks.values())
+        stages = {"first": one, "one": one, "two": two, "last": one}
+        return Stages(ranks, stages, times * layers.period, layers.first, 2)
 
     def periods(self, bucket: float, trained: float, most: float) -> int:
         """Return the periods of layers in a unit: 1, or as many as fill a bucket, if that is less than `most`.
@@ -300,8 +292,11 @@ class Library:
 
     def _stage(self, rank: Rank, sizes: Mapping[str, int] | None = None, rows: int = 1) -> Stage:
         """Return a rank's stage. sizes: of the mesh that it is a part of, if another one was run."""
-        mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
-        return stage(rank.run, Meter(self.device, mesh, number, roles=rank.roles, rows=rows, priced=self._priced))
+        if (key := (id(rank), rows, sizes and tuple(sizes.items()))) not in self._stages:
+            mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
+            clock = Meter(self.device, mesh, number, roles=rank.roles, rows=rows, priced=self._priced)
+            self._stages[key] = stage(rank.run, rank.memory, clock)
+        return self._stages[key]
 
     def takes_microbatches(self) -> None:
         """Find out whether the model can run in microbatches. Raises ShardcError if compile always refuses it."""
@@ -327,11 +322,11 @@ class Library:
 
     def _of_model(self, kind: str, rows: int) -> Vector:
         """Return a part of a microbatch of the whole model on one device. Memory is not that of the whole."""
-        s, layers = self.block(Core(), rows), self.layers
-        if s.whole is not None or layers is None:
-            return part_of(s.whole or {}, kind, "middle")
-        first, one, two, last = (part_of(x, kind, "middle") for x in (s.first, s.one, s.two, s.last))
-        return first + last + ((layers.number - s.before) / s.period - 2) * (two - one)
+        s = self.block(Core(), rows)
+        if self.layers is None:
+            return s.stages["whole"].part(kind, "middle")
+        first, one, two, last = (x.part(kind, "middle") for x in s.stages.values())
+        return first + last + ((self.layers.number - s.before) / s.period - 2) * (two - one)
 
 
 def fill(bucket: float, trained: float) -> int:

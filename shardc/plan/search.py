@@ -1,4 +1,4 @@
-"""Search all choices: tier one (rank) estimates them, tier two (price) prices the best by dry runs."""
+"""Search all choices: tier one (estimate) ranks them, tier two (price) prices the best by dry runs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardc.errors import ShardcError
-from shardc.plan import rank
+from shardc.plan import estimate
+from shardc.plan.estimate import ROWS, Block, Rough, Table
 from shardc.plan.price import Priced, price
-from shardc.plan.rank import ROWS, Block, Rough, Table
 from shardc.plan.runs import Library
-from shardc.plan.space import (
-    CHECKPOINTS,
-    OFFLOADS,
-    Choice,
-    Core,
-    Keep,
-    budget,
-    choices,
-    divisors,
-    sequence_widths,
-    spec,
-    tensor_widths,
-)
+from shardc.plan.space import KEEPS, OFFLOADS, Choice, Core, Keep, budget, choices, longer, spec, splits
 from shardc.plan.stage import Vector
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
@@ -60,11 +48,10 @@ AGAIN: dict[Keep, tuple[float, float]] = {
     "full": (1.0, 0.06),
     "host": (1.0, 0.01),
 }
-#: Recomputation to try if some choice does not fit without; `host` only if nothing else fits.
-KEEPS: tuple[Keep, ...] = tuple(k for k in CHECKPOINTS if k not in ("none", "host"))
 #: The most ranks of experts to begin with.
 EXPERTS = 8
 OnProgress = Callable[[str, int, int], None]
+Ranked = list[tuple[Choice, Rough]]
 
 
 @dataclass
@@ -88,11 +75,6 @@ class Search:
     def room(self) -> float:
         """Bytes for tensors in an estimate: the memory without the least that libraries take."""
         return max(self.library.usable - self.library.device.outside_bytes(0), 1.0)
-
-    @property
-    def cuts(self) -> int:
-        layers = self.library.facts.layers
-        return layers.number if layers else self.library.facts.cuts
 
     def best(self, devices: int, batch: int) -> dict[Choice, Priced]:
         """Price the best choices exactly, also on 1/2, 1/4, ... of the devices if that may be faster."""
@@ -119,28 +101,6 @@ class Search:
 
     # --- tier one
 
-    def splits(self, devices: int, *, over_nodes: bool = False) -> list[Core]:
-        """Return the splits of so many devices without recomputation, also those that compile refuses.
-
-        Tensor parallelism is inside a node, or with `over_nodes` over several nodes.
-        """
-        facts = self.library.facts
-        return [
-            Core(tp, ep, sequence_parallel=tp > 1 and bool(facts.sequences))
-            for tp in tensor_widths(devices, self.library.device.node)[over_nodes]
-            for ep in (divisors(facts.number) if facts.number else [1])
-            if devices % (tp * ep) == 0
-        ]
-
-    def longer(self, devices: int) -> list[Core]:
-        """Return the splits with each number of ranks that can cut the sequence."""
-        sequence = self.library.facts.sequence
-        return [
-            core._replace(cp=cp)
-            for core in self.splits(devices)
-            for cp in sequence_widths(devices // (core.tp * core.ep), sequence)
-        ]
-
     def block(self, core: Core) -> Block | None:
         """Return a split's block, which runs once; None if compile refuses it, also without sequence parallelism."""
         if core not in self._blocks:
@@ -160,9 +120,7 @@ class Search:
                     break
         return self._blocks[core]
 
-    def ranked(
-        self, devices: int, batch: int, tight: float = 1.0, below: float = math.inf
-    ) -> list[tuple[Choice, Rough]]:
+    def ranked(self, devices: int, batch: int, tight: float = 1.0, below: float = math.inf) -> Ranked:
         """Return choices with estimates: those that seem to fit, by time, then the others, by memory.
 
         Recomputation is tried only if some choice does not fit without it; cut rows only if nothing fits or there are
@@ -170,17 +128,18 @@ class Search:
         nodes, and the state is in host memory.
         tight: share of the room that live bytes may take. below: seconds; slower choices are of no use.
         """
-        cores, longer, room = self.splits(devices), self.longer(devices), tight * self.room
-        few = batch * self.library.device.node < devices
-        plain = [*cores, *longer]
+        facts, node, room = self.library.facts, self.library.device.node, tight * self.room
+        cores, cut = splits(facts, devices, node), longer(facts, devices, node)
+        few = batch * node < devices
+        plain = [*cores, *cut]
         kinds: list[tuple[list[Core], tuple[Keep, ...], bool]] = [(plain if few else cores, KEEPS, False)]
         if below == math.inf:
-            over_nodes = self.splits(devices, over_nodes=True)
-            kinds += [(longer, KEEPS, False), (plain, ("host",), False), (over_nodes, KEEPS, False)]
+            over_nodes = splits(facts, devices, node, over_nodes=True)
+            kinds += [(cut, KEEPS, False), (plain, ("host",), False), (over_nodes, KEEPS, False)]
             kinds += [(plain, (*KEEPS, "host"), True)]
         found, runs = dict[tuple[Core, bool], _Estimate](), 0
 
-        def estimate(core: Core, on_host: bool) -> None:
+        def add(core: Core, on_host: bool) -> None:
             if (table := self._table(core, devices, batch, on_host)) is not None:
                 found[core, on_host] = self._estimate(core, table, room)
 
@@ -194,18 +153,18 @@ class Search:
                 runs += not refused
                 found = {way: x for way, x in found.items() if not any(y in _needed(way[0]) for y in refused)}
                 for way in [way for way, x in found.items() if not x.ran and x.sources != self._sources(way[0])]:
-                    estimate(*way)
+                    add(*way)
             elif best[0] and kinds:
                 some, keeps, on_host = kinds.pop(0)
                 runs = 0
                 for core in _corners(some) if below == math.inf else ():
                     self.block(core)
                 for core in some:
-                    estimate(core, on_host)
+                    add(core, on_host)
                     x = found.get((core, on_host))
-                    if x is not None and self.library.facts.regions and (x.peaks > room).any():
+                    if x is not None and facts.regions and (x.peaks > room).any():
                         for keep in keeps:
-                            estimate(core._replace(checkpoint=keep), on_host)
+                            add(core._replace(checkpoint=keep), on_host)
             else:
                 break
         self.considered += sum(len(x.seconds) for x in found.values())
@@ -214,9 +173,9 @@ class Search:
 
     def _estimate(self, core: Core, table: Table, room: float) -> _Estimate:
         ran, sources = all(self._blocks.get(x) for x in _needed(core)), self._sources(core)
-        seconds, peaks = rank.priced(table, self._at(core), core, self.library)
+        seconds, peaks = estimate.estimated(table, self._at(core), core, self.library)
         if not ran:
-            seconds *= 1 + LESS_SURE * min(rank.distance(near, core) for near in sources if near is not None)
+            seconds *= 1 + LESS_SURE * min(estimate.distance(near, core) for near in sources if near is not None)
         fits = peaks <= room
         key = (False, float(seconds[fits].min())) if fits.any() else (True, float(peaks.min()))
         return _Estimate(ran, table, seconds, peaks, key, sources)
@@ -234,7 +193,7 @@ class Search:
 
     def _nearest(self, core: Core, keep: Keep) -> Core | None:
         ran = [c for c, b in self._blocks.items() if b is not None and c.checkpoint == keep]
-        return min(ran, key=lambda c: rank.distance(c, core), default=None)
+        return min(ran, key=lambda c: estimate.distance(c, core), default=None)
 
     def _sources(self, core: Core) -> tuple[Core | None, ...]:
         """Return the nearest blocks that ran without recomputation, and with it."""
@@ -250,7 +209,7 @@ class Search:
         assert near is not None
         block = self._blocks[near]
         assert block is not None
-        return block.scaled(rank.factors(near, core, block, self.library.device))
+        return block.scaled(estimate.factors(near, core, block, self.library.device))
 
     def _again(self, core: Core) -> tuple[float, float]:
         """Return the share of forward that backward runs again, and that of bytes that are kept.
@@ -265,15 +224,15 @@ class Search:
         if near is None:
             return AGAIN[core.checkpoint]
         one, none = self._at(near).unit, self._at(near._replace(checkpoint="none")).unit
-        forward, kept = float(none[rank.F].sum()), float(none[rank.KEPT].sum())
-        more = float((one - none)[rank.B].sum())
-        return more / forward if forward else 0.0, float(one[rank.KEPT].sum()) / kept if kept else 1.0
+        forward, kept = float(none[estimate.F].sum()), float(none[estimate.KEPT].sum())
+        more = float((one - none)[estimate.B].sum())
+        return more / forward if forward else 0.0, float(one[estimate.KEPT].sum()) / kept if kept else 1.0
 
     def _table(self, core: Core, devices: int, batch: int, on_host: bool) -> Table | None:
         key = core[:3], core.checkpoint == "none", devices, batch, on_host
         if key not in self._tables:
             most = batch if self.library.microbatches > 1 else 1
-            some = list(choices([core], devices, batch, self.cuts, most, self.library.device.node))
+            some = list(choices(core, devices, batch, self.library.facts.cuts, most, self.library.device.node))
             if on_host:  # offloading parameters needs gathers before each use
                 some += [replace(c, offload=o) for c in some for o in OFFLOADS if o and (o != "all" or c.zero == 3)]
             self._tables[key] = Table(some, self.library.device, self._lines) if some else None
@@ -295,7 +254,7 @@ class Search:
                 self._exact[c], self.refused[str(c)] = None, e
         return self._exact[c]
 
-    def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
+    def refine(self, ranked: Ranked) -> dict[Choice, Priced]:
         """Return exact prices of the best; each corrects the estimates of similar choices. More if none fits."""
         prices: dict[Choice, Priced] = {}
         dry_runs, families = set[object](), Counter[object]()
@@ -364,11 +323,8 @@ class Search:
 
         With repeated layers, pipelines of any length share a run if their schedules split backward in the same way.
         """
-        whole = (
-            (c.pp, c.schedule, c.per_rank)
-            if self.library.facts.layers is None
-            else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
-        )
+        few = SCHEDULES[c.schedule].splits_backward, c.pp == 1
+        whole = (c.pp, c.schedule, c.per_rank) if self.library.facts.layers is None else few
         return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
 
 

@@ -6,11 +6,11 @@ the rest     sequence parallel, ZeRO, recomputation, the schedule, rows of a mic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from shardc.passes.annotate.indivisible import divisors
 from shardc.runtime.schedule import SCHEDULES
 
 Keep = Literal["none", "cheap", "products", "selective", "sent", "half", "quarter", "eighth", "full", "host"]
@@ -34,6 +34,9 @@ OFFLOADS: dict[Offload, dict[str, str]] = {
     "optimizer": {"optimizer": "cpu"},
     "all": {"optimizer": "cpu", "parameters": "cpu"},
 }
+
+#: Recomputation to try if some choice does not fit without; `host` only if nothing else fits.
+KEEPS: tuple[Keep, ...] = tuple(k for k in CHECKPOINTS if k not in ("none", "host"))
 
 
 def budget(keep: Keep) -> float | None:
@@ -114,10 +117,6 @@ class Choice:
         return self.dp * self.ep * self.rows * self.microbatches
 
     @property
-    def stages(self) -> int:
-        return self.pp * self.per_rank
-
-    @property
     def sharding(self) -> str:
         """The axis that ZeRO shards over: the experts' with `over_experts`, else dp, or cp if there is no dp."""
         if self.over_experts:
@@ -188,40 +187,24 @@ class Facts:
 
 def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str, Any]:
     """Return a choice as a spec. counts: layers of each stage."""
-    document: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
-    batch: dict[str, Any] = {"dims": dict(facts.inputs)} if facts.inputs else {}
-    if choice.microbatches > 1:
-        batch["microbatches"] = choice.microbatches
-    document |= {"batch": batch} if batch else {}
-    if choice.cp > 1:
-        document["sequence"] = {"axis": "cp"}
-    if choice.tp > 1:
-        document["shard"] = dict(facts.shard)
-    if choice.sequence_parallel:
-        document["activations"] = {name: {1: "tp"} for name in facts.sequences}
-    if choice.encoder_rows and choice.tp > 1 and facts.encoders:
-        document["activations"] = {**document.get("activations", {}), **{name: {0: "tp"} for name in facts.encoders}}
-    if choice.compiled:
-        document["execution"] = {"compile": "layers"}
-    if choice.pp > 1:
-        document["pipeline"] = {
-            "axis": "pp",
-            **({"balance": list(counts)} if counts else {"stages": choice.stages}),
-            "schedule": choice.schedule,
-        }
-    if choice.data:
-        document["data"] = choice.data
-    if choice.ep > 1:
-        document["experts"] = [{"match": name, "axis": "ep"} for name in facts.experts]
-    if (how := CHECKPOINTS[choice.checkpoint]) is not None:
-        document["checkpoint"] = [{"match": name, **how} for name in facts.regions]
-    document |= {"precision": dict(facts.precision)} if facts.precision else {}
-    return document
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+    c, how, sizes = choice, CHECKPOINTS[choice.checkpoint], {"microbatches": choice.microbatches}
+    rows = {name: {0: "tp"} for name in facts.encoders if c.encoder_rows and c.tp > 1}
+    number = {"balance": list(counts)} if counts else {"stages": c.pp * c.per_rank}
+    document: dict[str, Any] = {
+        "shardc": 1,
+        "mesh": c.mesh,
+        "batch": ({"dims": dict(facts.inputs)} if facts.inputs else {}) | (sizes if c.microbatches > 1 else {}),
+        "sequence": {"axis": "cp"} if c.cp > 1 else {},
+        "shard": dict(facts.shard) if c.tp > 1 else {},
+        "activations": {name: {1: "tp"} for name in facts.sequences if c.sequence_parallel} | rows,
+        "execution": {"compile": "layers"} if c.compiled else {},
+        "pipeline": {"axis": "pp", **number, "schedule": c.schedule} if c.pp > 1 else {},
+        "data": c.data,
+        "experts": [{"match": name, "axis": "ep"} for name in facts.experts if c.ep > 1],
+        "checkpoint": [{"match": name, **how} for name in facts.regions] if how is not None else [],
+        "precision": dict(facts.precision),
+    }
+    return {name: section for name, section in document.items() if section}
 
 
 def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
@@ -251,6 +234,28 @@ def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
     return [c for c in divisors(ranks) if c > 1 and tokens and tokens % (2 * c) == 0 and tokens // c >= TOKENS]
 
 
+def splits(facts: Facts, devices: int, node: int, *, over_nodes: bool = False) -> list[Core]:
+    """Return the splits of so many devices without recomputation, also those that compile refuses.
+
+    Tensor parallelism is inside a node, or with `over_nodes` over several nodes.
+    """
+    return [
+        Core(tp, ep, sequence_parallel=tp > 1 and bool(facts.sequences))
+        for tp in tensor_widths(devices, node)[over_nodes]
+        for ep in (divisors(facts.number) if facts.number else [1])
+        if devices % (tp * ep) == 0
+    ]
+
+
+def longer(facts: Facts, devices: int, node: int) -> list[Core]:
+    """Return the splits with each number of ranks that can cut the sequence."""
+    return [
+        core._replace(cp=cp)
+        for core in splits(facts, devices, node)
+        for cp in sequence_widths(devices // (core.tp * core.ep), facts.sequence)
+    ]
+
+
 def _with(c: Choice, **changes: Any) -> Choice:
     """Return a changed copy, five times faster than dataclasses.replace: there are 100,000s of choices."""
     made = object.__new__(Choice)
@@ -258,31 +263,29 @@ def _with(c: Choice, **changes: Any) -> Choice:
     return made
 
 
-def choices(
-    cores: list[Core], devices: int, batch: int, layers: int, most: int = 1 << 30, node: int = 1
-) -> Iterator[Choice]:
-    """Yield all choices for so many devices and rows, with these cores.
+def choices(core: Core, devices: int, batch: int, layers: int, most: int = 1 << 30, node: int = 1) -> Iterator[Choice]:
+    """Yield all choices for so many devices and rows, with this core.
 
     layers: most stages of a pipeline; most: microbatches that the model can take; node: devices of a node.
     """
-    for tp, ep, cp, sp, keep in cores:
-        if devices % (tp * ep * cp):
+    tp, ep, cp, sp, keep = core
+    if devices % (tp * ep * cp):
+        return
+    for pp in (d for d in divisors(devices // (tp * ep * cp)) if d <= layers):
+        dp = devices // (tp * ep * cp * pp)
+        if batch % (dp * ep):
             continue
-        for pp in (d for d in divisors(devices // (tp * ep * cp)) if d <= layers):
-            dp = devices // (tp * ep * cp * pp)
-            if batch % (dp * ep):
-                continue
-            each = batch // (dp * ep)
-            base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
-            # stages are in different nodes, or if possible share them
-            shared = (False, True) if pp > 1 and dp > 1 and tp * cp * ep < node < tp * cp * ep * pp * dp else (False,)
-            for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
-                if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
-                    continue  # too many for the model, or too few to fill the pipeline although fewer rows fill it
-                for inside in shared:
-                    sized = _with(base, rows=rows, microbatches=each // rows, inside=inside)
-                    for sharded in sharding(sized, node):
-                        yield from scheduled(sharded, layers)
+        each = batch // (dp * ep)
+        base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
+        # stages are in different nodes, or if possible share them
+        shared = (False, True) if pp > 1 and dp > 1 and tp * cp * ep < node < tp * cp * ep * pp * dp else (False,)
+        for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
+            if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
+                continue  # too many for the model, or too few to fill the pipeline although fewer rows fill it
+            for inside in shared:
+                sized = _with(base, rows=rows, microbatches=each // rows, inside=inside)
+                for sharded in sharding(sized, node):
+                    yield from scheduled(sharded, layers)
 
 
 def sharding(c: Choice, node: int) -> Iterator[Choice]:

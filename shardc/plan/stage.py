@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +17,8 @@ from numpy.typing import NDArray
 from shardc.cost.recorded import KINDS, DryRun
 from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.machine.clock import Clock
-from shardc.machine.work import Op, Part
-from shardc.runtime.schedule.actions import PAIRS
+from shardc.machine.work import Op, Part, Storage
+from shardc.runtime.schedule import Action, computed
 from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
@@ -25,19 +27,63 @@ BYTES = (*KINDS, "still")
 N = len(BYTES)
 #: Causes of a rank's time: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
-#: Columns: bytes left behind, bytes at the highest moment, seconds by cause; flops, bytes sent to the next stage, and
-#: seconds of waiting for collectives that the last update began.
+#: Columns: bytes left behind, bytes at the highest moment, seconds by cause; seconds of waiting for collectives that
+#: the last update began, flops, and bytes sent to the next stage.
 NET, HIGH, CAUSES = slice(0, N), slice(N, 2 * N), slice(2 * N, 2 * N + len(WHAT))
-FLOPS, SENT, OF_UPDATE = range(CAUSES.stop, CAUSES.stop + 3)
-WIDTH = OF_UPDATE + 1
+LATE, FLOPS, _SENT, WIDTH = range(CAUSES.stop, CAUSES.stop + 4)
 #: What the first microbatch leaves for the others: gradients, cast weights, weights that stay gathered.
-SHARED = "gradients", "parameters", "gathered"
-_SHARED = [KINDS.index(k) for k in SHARED]
+_SHARED = "gradients", "parameters", "gathered"
 _KIND, _STILL = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still")
 
 #: Key of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" microbatch).
 Key = tuple[str, str]
-Stage = dict[Key, Vector]
+T = TypeVar("T")
+
+
+class Parts(dict[Key, T]):
+    """What is known of each part of a stage's step."""
+
+    @property
+    def computing(self) -> tuple[str, ...]:
+        """The kinds of actions of a microbatch."""
+        return ("F", "I", "W") if any(k == "I" for k, _ in self) else ("F", "B")
+
+    def similar(self, kind: str, which: str) -> list[T]:
+        """Return a part, or the same part of the most similar microbatch, in a list; [] if there is none.
+
+        If only the other form of backward was run, B is I and then W, and I is all of B.
+        """
+        kinds = {k for k, _ in self}
+        forms = (kind,) if kind in kinds else {"I": ("B",), "B": ("I", "W")}.get(kind, ())
+        each = ([self[k, w] for w in (which, "middle", "last", "first") if (k, w) in self] for k in forms)
+        return [some[0] for some in each if some]
+
+
+class Stage(Parts[Vector]):
+    """The vectors of a stage."""
+
+    def part(self, kind: str, which: str) -> Vector:
+        """Return the vector of a part, as `similar` finds it; zeros if there is none."""
+        vectors = self.similar(kind, which)
+        return reduce(then, vectors) if vectors else np.zeros(WIDTH)
+
+    def typical(self, kind: str) -> Vector:
+        """Return a part of a typical microbatch, also from a run with only a first and a last one.
+
+        Forward is the last one's: the first one makes values for all. Backward is the first one's, as the last one sums
+        gradients over axes; but its computation is the last one's, which adds to gradients.
+        """
+        if (kind, "middle") in self or kind == "F":
+            return self.part(kind, "middle")
+        vector = self.part(kind, "first").copy()
+        here = slice(CAUSES.start, CAUSES.start + 3)
+        vector[here] = self.part(kind, "last")[here]
+        return vector
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a microbatch sends to the next stage."""
+        return float(self.part("SEND_F", "last")[_SENT])
 
 
 def roles(spec: Spec) -> dict[str, str]:
@@ -92,42 +138,62 @@ class Meter(Clock):
         return self._causes[record.axes]
 
 
-def stage(r: DryRun, clock: Meter) -> Stage:
-    """Return the vectors of a one-stage rank's dry run. A middle microbatch leaves nothing when it ends."""
-    vectors: Stage = {}
-    for key, part in parts_of(r):
-        before, of_update = list(clock.spent.values()), clock.of_update
+def stage(r: DryRun, memory: Mapping[Key, Vector], clock: Meter) -> Stage:
+    """Return the vectors of a one-stage rank's dry run. memory: as of `memory_of`."""
+    vectors = Stage({("resident", ""): memory["resident", ""]})
+    for key, part in _in_order(r):
+        begin = _times(clock)
         clock.run(part)
         if key not in vectors:
-            vectors[key] = v = _memory(part)
-            v[CAUSES] = np.array(list(clock.spent.values())) - before
-            v[OF_UPDATE] = clock.of_update - of_update
-    resident = np.zeros(WIDTH)
-    for storage in r.resident:
-        if storage.kind in KINDS:
-            resident[_KIND[storage.kind]] += storage.nbytes
-    vectors["resident", ""] = resident
-    several = len({a.microbatch for a, _ in r.actions if a.microbatch >= 0}) > 1
-    for which in ("first", "middle") if several else ():
-        mine = [v for (_, w), v in vectors.items() if w == which]
-        if mine and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
-            left = np.sum([v[NET] for v in mine], 0)
-            if which == "first":
-                left[_SHARED] = 0
-            end[NET] -= left
+            vectors[key] = memory[key].copy()
+            vectors[key][CAUSES.start : LATE + 1] = _times(clock) - begin
     return vectors
 
 
-def parts_of(r: DryRun) -> Iterator[tuple[Key, Part]]:
-    """Yield a step's parts in order; all microbatches between the first and the last share a key."""
-    assert not any(a.kind in PAIRS for a, _ in r.actions), "a pair is of two stages"
-    some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
-    ends = {**({some[-1]: "last"} if some else {}), **({some[0]: "first"} if some else {}), -1: ""}
+def _times(clock: Meter) -> Vector:
+    return np.array([*clock.spent.values(), clock.of_update])
+
+
+def memory_of(r: DryRun) -> dict[Key, Vector]:
+    """Return the vectors of the parts of a step without times, which do not depend on the device."""
+    resident = Part("", [(1, storage) for storage in r.resident])
+    return {key: _memory(part) for key, part in [*parts_of(r).items(), (("resident", ""), resident)]}
+
+
+def parts_of(r: DryRun) -> Parts[Part]:
+    """Return the parts of a step: all microbatches between the first and the last share a key.
+
+    A microbatch that represents many leaves nothing when it ends; the first one leaves what the others use.
+    """
+    parts = Parts(reversed([*_in_order(r)]))
+    several = len({a.microbatch for a, _ in r.actions if a.microbatch >= 0}) > 1
+    for which, stays in (("first", _SHARED), ("middle", ())) if several else ():
+        end = next((key for kind in "WB" if (key := (kind, which)) in parts), None)
+        if end is not None:
+            left = Counter[Storage]()
+            for sign, storage in (x for (_, w), part in parts.items() if w == which for x in part.changes):
+                left[storage] += sign
+            undone = [(-1 if n > 0 else 1, s) for s, n in left.items() if n and s.kind not in stays]
+            parts[end] = replace(parts[end], changes=[*parts[end].changes, *undone])
+    return parts
+
+
+def _in_order(r: DryRun) -> Iterator[tuple[Key, Part]]:
+    """Yield a step's parts in order. None is a pair, which is of two stages."""
     yield ("before", ""), r.before
-    for a, part in r.actions:
-        yield (a.kind, ends.get(a.microbatch, "middle")), part
+    for (a, which), (_, part) in zip(named(a for a, _ in r.actions), r.actions, strict=True):
+        yield (a.kind, which), part
     yield ("after", ""), r.after
     yield ("update", ""), r.update
+
+
+def named(actions: Iterable[Action]) -> Iterator[tuple[Action, str]]:
+    """Yield a rank's actions with the kind of their microbatch: "first", "middle", "last", or "" (none)."""
+    some = [*computed(actions)]
+    last = max((a.microbatch for a in some), default=0)
+    for a in some:
+        m = a.microbatch
+        yield a, "" if m < 0 else "first" if m == 0 else "last" if m == last else "middle"
 
 
 def _memory(part: Part) -> Vector:
@@ -143,7 +209,7 @@ def _memory(part: Part) -> Vector:
         if total > best:
             best, high = total, net.copy()
     v[NET], v[HIGH], v[FLOPS] = net, high, part.flops
-    v[SENT] = sum(r.bytes for r in part.sent if r.kind == "send_recv")
+    v[_SENT] = sum(r.bytes for r in part.sent if r.kind == "send_recv")
     return v
 
 
@@ -152,7 +218,7 @@ def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
     none = np.zeros(WIDTH)
     if ("B", "first") in a and ("I", "first") in more:
         more, less = _undivided(more), _undivided(less)
-    return {k: a.get(k, none) + n * (more.get(k, none) - less.get(k, none)) for k in {**a, **more, **less}}
+    return Stage({k: a.get(k, none) + n * (more.get(k, none) - less.get(k, none)) for k in {**a, **more, **less}})
 
 
 def then(a: Vector, b: Vector) -> Vector:
@@ -164,41 +230,5 @@ def then(a: Vector, b: Vector) -> Vector:
 
 def _undivided(s: Stage) -> Stage:
     """Return the stage with backward as one part."""
-    found = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
-    return found | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
-
-
-def similar(there: Collection[Key], kind: str, which: str) -> list[Key]:
-    """Return the keys of a part, or of the same part of the most similar microbatch; [] if there is none.
-
-    If only the other form of backward was run, B is I and then W, and I is all of B.
-    """
-    kinds = {k for k, _ in there}
-    forms = (kind,) if kind in kinds else {"I": ("B",), "B": ("I", "W")}.get(kind, ())
-    each = ([(k, w) for w in (which, "middle", "last", "first") if (k, w) in there] for k in forms)
-    return [keys[0] for keys in each if keys]
-
-
-def part_of(s: Stage, kind: str, which: str) -> Vector:
-    """Return a part of a stage, as `similar` finds it; zeros if there is none."""
-    vectors = [s[key] for key in similar(s, kind, which)]
-    return reduce(then, vectors) if vectors else np.zeros(WIDTH)
-
-
-def computing(s: Stage) -> tuple[str, ...]:
-    """Return the kinds of actions of a microbatch in a stage."""
-    return ("F", "I", "W") if any(k == "I" for k, _ in s) else ("F", "B")
-
-
-def typical(s: Stage, kind: str) -> Vector:
-    """Return a part of a typical microbatch, also from a run with only a first and a last one.
-
-    Forward is the last one's: the first one makes values for all. Backward is the first one's, as the last one sums
-    gradients over axes; but its computation is the last one's, which adds to gradients.
-    """
-    if (kind, "middle") in s or kind == "F":
-        return part_of(s, kind, "middle")
-    found = part_of(s, kind, "first").copy()
-    here = slice(CAUSES.start, CAUSES.start + 3)
-    found[here] = part_of(s, kind, "last")[here]
-    return found
+    rest = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
+    return Stage(rest | {("B", w): then(s["I", w], s.part("W", w)) for kind, w in s if kind == "I"})

@@ -13,23 +13,15 @@ from rich.text import Text
 
 from shardc.cost.recorded import KINDS
 from shardc.ir.units import count, per_second, seconds, si, size
+from shardc.plan.stage import WHAT
 
 if TYPE_CHECKING:
     from shardc.plan.result import Candidate, Plan
 
 _OF_KINDS = ("blue", "cyan", "magenta", "white", "white", "green", "yellow", "red", "bright_black")
 COLORS = {**dict(zip(KINDS, _OF_KINDS, strict=True)), "gaps": "bright_white", "outside": "bright_blue"}
-CAUSES = {
-    "compute": "green",
-    "memory": "yellow",
-    "launch": "bright_black",
-    "tp": "magenta",
-    "cp": "bright_magenta",
-    "ep": "cyan",
-    "dp": "blue",
-    "pp": "red",
-    "bubble": "bright_red",
-}
+_OF_CAUSES = ("green", "yellow", "bright_black", "magenta", "bright_magenta", "cyan", "blue", "red", "bright_red")
+CAUSES = dict(zip((*WHAT, "bubble"), _OF_CAUSES, strict=True))
 LIMITS = {"compute": "compute", "memory": "memory bandwidth", "launch": "small ops", "bubble": "pipeline bubble"}
 WATERFALL = {
     "peak": "the model's products, at the device's peak",
@@ -76,11 +68,9 @@ def named(c: Candidate) -> str:
 
 def more(c: Candidate) -> list[str]:
     """Return the other settings of the spec: rows of modules split over more axes, compiled layers."""
-    rows = [name for name, dims in c.spec.to_dict().get("activations", {}).items() if 0 in dims]
-    return [
-        *(f"rows of {name} over more" for name in rows),
-        *(["compiled"] if c.spec.execution.compile != "none" else []),
-    ]
+    dims_of = c.spec.to_dict().get("activations", {})
+    rows = [f"rows of {name} over more" for name, dims in dims_of.items() if 0 in dims]
+    return rows + (["compiled"] if c.spec.execution.compile != "none" else [])
 
 
 def running(c: Candidate) -> str:
@@ -156,21 +146,12 @@ def table(plan: Plan, *, plain: bool = False) -> RenderableType:
         rows.add_column(name, justify="right" if name in right else "left", no_wrap=not wrapped)
     for i, c in enumerate(plan.candidates[:MOST], 1):
         mesh, *others = settings(c).values()
-        rows.add_row(
-            str(i),
-            mesh,
-            "yes" if c.spec.activations else "-",
-            *others,
-            size(c.peak),
-            size(c.needs),
-            bar(parts(c), max(a.usable, c.needs), COLORS, plain=plain),
-            Text("yes", "green") if c.fits else Text("no", "red"),
-            seconds(c.step_seconds),
-            f"{c.mfu:.1%}",
-            count(c.tokens_per_second or c.rows_per_second),
-            bar(c.shares, 1.0, CAUSES, plain=plain),
-            limit(c),
-        )
+        fits = Text("yes", "green") if c.fits else Text("no", "red")
+        memory = bar(parts(c), max(a.usable, c.needs), COLORS, plain=plain)
+        spec = [str(i), mesh, "yes" if c.spec.activations else "-", *others]
+        step = [seconds(c.step_seconds), f"{c.mfu:.1%}", count(c.tokens_per_second or c.rows_per_second)]
+        time = bar(c.shares, 1.0, CAUSES, plain=plain)
+        rows.add_row(*spec, size(c.peak), size(c.needs), memory, fits, *step, time, limit(c))
     return Group(heading(plan), rows, keys(plan, plain=plain))
 
 

@@ -36,9 +36,9 @@ def comparison_table(found: Sequence[Comparison]) -> str:
         rows += [[name, *map(_short, pair), _short(pair[0] - pair[1], "+")] for name, pair in c.lines.items()]
         expected, actual = c.seconds
         rows.append(["step", _short(expected), _short(actual), f"{expected / actual - 1:+.1%}"])
-        for name, pair in (("a step's own", c.made), ("memory", c.memory), ("reserved", c.reserved)):
-            if pair is not None:
-                rows.append([name, *map(size, pair), f"{pair[0] / max(pair[1], 1) - 1:+.1%}"])
+        for name, (ours, theirs) in c.bytes.items():
+            name = "a step's own" if name == "made" else name
+            rows.append([name, size(ours), size(theirs), f"{ours / max(theirs, 1) - 1:+.1%}"])
         texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{place}: {steps}", *aligned(rows, "<>")]))
         ops = [["op", "of", "times", "predicted", "measured"], *map(_op, c.ops[:SHOWN])]
         texts.append("\n".join(["ops that differ most", *aligned(ops, "<>")]))
@@ -51,8 +51,7 @@ def comparison_json(found: Iterable[Comparison]) -> list[dict[str, Any]]:
             "at": c.cost.ranks[c.at].at,
             "device": c.cost.device.name,
             "lines": _pairs(c.lines),
-            **_pairs({"step": c.seconds, "made_bytes": c.made}),
-            **_pairs({k: x for k, x in (("memory_bytes", c.memory), ("reserved_bytes", c.reserved)) if x is not None}),
+            **_pairs({"step": c.seconds, **{f"{name}_bytes": pair for name, pair in c.bytes.items()}}),
             "ops": [
                 {"name": x.op.name, "part": x.part, "count": x.count, "flops": x.op.flops, "traffic": x.op.traffic}
                 | {"predicted": x.predicted, "measured": x.measured}

@@ -14,7 +14,8 @@ from typing import Any
 
 from shardc.cost import Cost, Memory
 from shardc.cost.recorded import KINDS
-from shardc.ir.type_text import DTYPES
+from shardc.ir.graph import source_of
+from shardc.ir.types import op_name
 from shardc.ir.units import seconds, size
 from shardc.report.aligned import aligned
 
@@ -96,27 +97,18 @@ def to_json(cost: Cost) -> dict[str, Any]:
     """
     ranks = [
         {
-            "at": r.at,
-            "rank": r.rank,
-            "peak": r.memory.peak,
-            "kinds": dict(r.memory.kinds),
-            "part": r.memory.part,
-            "op": r.memory.op,
+            **{name: getattr(r, name) for name in ("at", "rank", "flops", "seconds", "exposed")},
+            **{name: getattr(r.memory, name) for name in ("peak", "kinds", "part", "op", "resident", "host")},
             "at_peak": peak_place(cost, r.memory),
-            "resident": dict(r.memory.resident),
-            "host": r.memory.host,
-            "flops": r.flops,
             "comm": {f"{a} {k}": n for (a, k), n in r.comm.items()},
-            "seconds": r.seconds,
-            "exposed": dict(r.exposed),
             "kept": [
                 {
-                    "op": x.op,
-                    "module": x.source.module,
-                    "bytes": x.nbytes,
-                    "type": f"{DTYPES[x.dtype]}[{', '.join(map(str, x.shape))}]",
+                    "op": x.storage.op,
+                    "module": source_of(x.node).module,
+                    "bytes": x.storage.nbytes,
+                    "type": x.type,
                     "own": x.own,
-                    "wanted_by": {w.op: list(w.after) for w in x.wants},
+                    "wanted_by": {n.name: [op_name(again.target) for again in after] for n, after in x.wants.items()},
                 }
                 for x in kept
             ],

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import fx
+
 from shardc.cost import Cost
 from shardc.cost.kept_activations import Kept
-from shardc.ir.type_text import DTYPES
+from shardc.ir.graph import source_of
+from shardc.ir.types import op_name
 from shardc.ir.units import plural, size
 from shardc.layer_names import layer_of
 from shardc.report.aligned import aligned
@@ -31,7 +34,7 @@ def table(cost: Cost) -> str:
     """Format the kept tensors of each layer, equal layers once, then those outside of layers."""
     layers: dict[str, list[_Line]] = {}
     for x in (x for items in cost.kept() for x in items):
-        layer = layer_of(x.source.module)
+        layer = layer_of(source_of(x.node).module)
         name = ".".join(filter(None, layer)) if layer else ""
         layers.setdefault(name, []).append(_line(x, name))
     groups: dict[tuple[_Line, ...], list[str]] = {}
@@ -58,20 +61,19 @@ def _rows(lines: Iterable[_Line]) -> list[str]:
 
 
 def _line(x: Kept, layer: str) -> _Line:
-    kind = f"{DTYPES[x.dtype]}[{', '.join(map(str, x.shape))}]"
     if x.own:
         why = "made by the op for its own backward"
     else:
-        after = (f" after {', '.join(w.after)}" if w.after else "" for w in x.wants)
-        ops = (_op(w.source.module, w.name, layer) for w in x.wants)
-        wants = list(dict.fromkeys(map("".join, zip(ops, after, strict=True))))
+        after = (f" after {', '.join(op_name(n.target) for n in again)}" if again else "" for again in x.wants.values())
+        wants = list(dict.fromkeys(map("".join, zip((_op(n, layer) for n in x.wants), after, strict=True))))
         more = f"; {len(wants) - MOST} more" if len(wants) > MOST else ""
         why = f"wanted by {'; '.join(wants[:MOST])}{more}" if wants else ""
-    return x.nbytes, _op(x.source.module, x.name, layer), kind, why
+    return x.storage.nbytes, _op(x.node, layer), x.type, why
 
 
-def _op(module: str, name: str, layer: str) -> str:
+def _op(node: fx.Node, layer: str) -> str:
     """Return an op with its module: `mlp.gate_proj linear`, or `the next layer's norm mul`."""
+    module, name = source_of(node).module, op_name(node.target)
     if layer and (parts := layer_of(module)) is not None:
         number = int(parts[1]) - int(layer.rpartition(".")[2])
         if parts[0] == layer.rpartition(".")[0] and number in (0, 1):

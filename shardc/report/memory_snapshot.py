@@ -25,15 +25,10 @@ def snapshot(cost: Cost) -> dict[str, Any]:
             if sign > 0:
                 addresses[number] = end
                 end += -(-storage.nbytes // ROUND) * ROUND or ROUND
-            about = {
-                "addr": addresses[number],
-                "size": storage.nbytes,
-                "stream": 0,
-                "frames": _frames(cost, storage, part),
-            }
-            events += [
-                {"action": x, **about} for x in (("alloc",) if sign > 0 else ("free_requested", "free_completed"))
-            ]
+            frames = _frames(cost, storage, part)
+            about = {"addr": addresses[number], "size": storage.nbytes, "stream": 0, "frames": frames}
+            actions = ("alloc",) if sign > 0 else ("free_requested", "free_completed")
+            events += [{"action": x, **about} for x in actions]
         traces.append(events)
     return {"segments": [], "device_traces": traces}
 

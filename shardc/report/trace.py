@@ -9,24 +9,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardc.cost import Cost
-from shardc.ir.metadata import CommRecord
 from shardc.report.page import step
 
 
 def trace(cost: Cost) -> dict[str, Any]:
     """Return the trace, JSON-able. Times are those of `shardc.report.page.step.timeline`, in microseconds."""
-    tags: list[str] = []
-
-    def number(record: CommRecord) -> int:
-        tags.append(record.tag)
-        return len(tags) - 1
-
-    events = [event for row in step.timeline(cost, number)["rows"] for event in _of_rank(cost.program.axis, row, tags)]
+    rows = step.timeline(cost, lambda record: record.tag)["rows"]
+    events = [event for row in rows for event in _of_rank(cost.program.axis, row)]
     about = {"device": cost.device.name, "step_seconds": cost.step_seconds, "premises": cost.premises}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _of_rank(axis: str, row: dict[str, Any], tags: list[str]) -> Iterator[dict[str, Any]]:
+def _of_rank(axis: str, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     rank, threads = row["rank"], ["actions", "computing", *row["streams"]]
 
     def event(thread: str, name: str, begin: int, end: int, **args: Any) -> dict[str, Any]:
@@ -43,4 +37,4 @@ def _of_rank(axis: str, row: dict[str, Any], tags: list[str]) -> Iterator[dict[s
             yield event(thread, name, begin, end)
     for axes, spans in row["streams"].items():
         for begin, end, exposed, tag, direction, kind in spans:
-            yield event(axes, kind, begin, end, of=tags[tag], direction=direction, exposed_us=exposed / 1e3)
+            yield event(axes, kind, begin, end, of=tag, direction=direction, exposed_us=exposed / 1e3)

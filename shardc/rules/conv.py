@@ -13,7 +13,7 @@ from torch import fx
 from shardc.rules.core.along_split_dim import local_conv1d, of_conv1d
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.registry import LocalCall, rule, rules
 from shardc.rules.core.shared_signatures import bias_or_not, names_of, whole_names
 from shardc.runtime import ops
 
@@ -52,19 +52,15 @@ def _flops(call: Call) -> int:
     return 2 * math.prod(call.results[0].shape) * math.prod(call.operands[1].shape[1:])
 
 
-for _op in (
-    aten.conv1d.default,
-    aten.conv2d.default,
-    aten.conv3d.default,
-    aten.conv1d.padding,
-    aten.conv2d.padding,
-    aten.conv3d.padding,
-    aten.convolution.default,
-    aten.conv_transpose1d.default,
-    aten.conv_transpose2d.input,
-    aten.conv_transpose3d.input,
-):
-    rule(_op, convolution, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups)
+rules(
+    "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution conv_transpose1d "
+    "conv_transpose2d.input conv_transpose3d.input",
+    convolution,
+    linear=bias_or_not,
+    added=(2,),
+    flops=_flops,
+    local=local_groups,
+)
 rule(ops.conv1d, convolution, linear=bias_or_not, added=(2,), flops=_flops, local=local_conv1d, extra=of_conv1d)
 
 
@@ -77,43 +73,20 @@ def pooled(call: Call) -> Signature:
     return call.fit([names], [out for _ in call.results])
 
 
-for _op in (
-    aten.max_pool1d.default,
-    aten.max_pool2d.default,
-    aten.max_pool3d.default,
-    aten.max_pool1d_with_indices.default,
-    aten.max_pool2d_with_indices.default,
-    aten.max_pool3d_with_indices.default,
-    aten.adaptive_max_pool1d.default,
-    aten.adaptive_max_pool2d.default,
-    aten.adaptive_max_pool3d.default,
-):
-    rule(_op, pooled)
-for _op in (
-    aten.avg_pool1d.default,
-    aten.avg_pool2d.default,
-    aten.avg_pool3d.default,
-    aten.adaptive_avg_pool1d.default,
-    aten.adaptive_avg_pool2d.default,
-    aten.adaptive_avg_pool3d.default,
-    aten._adaptive_avg_pool2d.default,
-    aten._adaptive_avg_pool3d.default,
-    aten.upsample_nearest1d.vec,
-    aten.upsample_nearest2d.vec,
-    aten.upsample_nearest3d.vec,
-    aten._upsample_nearest_exact1d.vec,
-    aten._upsample_nearest_exact2d.vec,
-    aten._upsample_nearest_exact3d.vec,
-    aten.upsample_linear1d.vec,
-    aten.upsample_bilinear2d.vec,
-    aten.upsample_bicubic2d.vec,
-    aten.upsample_trilinear3d.vec,
-    aten._upsample_bilinear2d_aa.vec,
-    aten._upsample_bicubic2d_aa.vec,
-    aten._upsample_bilinear2d_aa.default,
-    aten._upsample_bicubic2d_aa.default,
-):
-    rule(_op, pooled, linear="0")
+rules(
+    "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+    pooled,
+)
+rules(
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec "
+    "_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec upsample_linear1d.vec "
+    "upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_trilinear3d.vec _upsample_bilinear2d_aa.vec "
+    "_upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    pooled,
+    linear="0",
+)
 
 
 def unpooled(call: Call) -> Signature:
@@ -123,13 +96,11 @@ def unpooled(call: Call) -> Signature:
     return call.fit([grad, x], [x])
 
 
-for _op in (
-    aten.avg_pool2d_backward.default,
-    aten.avg_pool3d_backward.default,
-    aten._adaptive_avg_pool2d_backward.default,
-    aten._adaptive_avg_pool3d_backward.default,
-):
-    rule(_op, unpooled, linear="0")
+rules(
+    "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
+    unpooled,
+    linear="0",
+)
 
 
 def fractional(call: Call) -> Signature:
@@ -142,8 +113,7 @@ def fractional(call: Call) -> Signature:
     return call.fit([names, [first, names[-space - 1], "place!"]], [out for _ in call.results])
 
 
-for _op in (aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default):
-    rule(_op, fractional)
+rules("fractional_max_pool2d fractional_max_pool3d", fractional)
 
 
 def sampled(call: Call) -> Signature:
@@ -152,8 +122,7 @@ def sampled(call: Call) -> Signature:
     return call.fit([["n", "c", *read], ["n", *pixels, "pair!"]], [["n", "c", *pixels]])
 
 
-for _op in (aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default):
-    rule(_op, sampled, linear="0")
+rules("grid_sampler grid_sampler_2d grid_sampler_3d", sampled, linear="0")
 
 
 def windows(call: Call) -> Signature:
@@ -163,5 +132,4 @@ def windows(call: Call) -> Signature:
     return call.fit(f"{image} -> {columns}" if x > y else f"{columns} -> {image}")
 
 
-rule(aten.im2col.default, windows, linear="0")
-rule(aten.col2im.default, windows, linear="0")
+rules("im2col col2im", windows, linear="0")

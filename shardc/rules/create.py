@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import rule
+from shardc.rules.core.registry import rules
 from shardc.rules.core.shared_signatures import all_whole, names_of, whole_names
 from shardc.rules.pointwise import local_size
-
-aten = torch.ops.aten
 
 
 def filled(call: Call) -> Signature:
@@ -19,42 +15,14 @@ def filled(call: Call) -> Signature:
     return call.fit(ins, [names_of(len(call.results[0].shape))])
 
 
-for _op in (
-    *(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format),
-    *(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default),
-):
-    rule(_op, filled, local=local_size)
-for _op in (
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.linspace.default,
-    aten.logspace.default,
-    aten.scalar_tensor.default,
-    aten.eye.default,
-    aten.eye.m,
-    aten.tril_indices.default,
-    aten.triu_indices.default,
-    aten.logspace.Tensor_Tensor,
-    aten.logspace.Tensor_Scalar,
-    aten.logspace.Scalar_Tensor,
-    aten.linspace.Tensor_Scalar,
-    aten.linspace.Scalar_Tensor,
-    aten.fft_fftfreq.default,
-    aten.fft_rfftfreq.default,
-    aten.hann_window.default,
-    aten.hann_window.periodic,
-    aten.hamming_window.default,
-    aten.hamming_window.periodic,
-    aten.hamming_window.periodic_alpha,
-    aten.hamming_window.periodic_alpha_beta,
-    aten.kaiser_window.default,
-    aten.kaiser_window.periodic,
-    aten.kaiser_window.beta,
-    aten.blackman_window.default,
-    aten.blackman_window.periodic,
-    aten.bartlett_window.default,
-    aten.bartlett_window.periodic,
-):
-    rule(_op, all_whole)
-rule(aten.linspace.Tensor_Tensor, all_whole, linear="0 1")
+rules("full zeros ones empty.memory_format new_full new_zeros new_ones new_empty", filled, local=local_size)
+rules(
+    "arange arange.start arange.start_step linspace logspace scalar_tensor eye eye.m tril_indices triu_indices "
+    "logspace.Tensor_Tensor logspace.Tensor_Scalar logspace.Scalar_Tensor linspace.Tensor_Scalar "
+    "linspace.Scalar_Tensor fft_fftfreq fft_rfftfreq hann_window hann_window.periodic hamming_window "
+    "hamming_window.periodic hamming_window.periodic_alpha hamming_window.periodic_alpha_beta kaiser_window "
+    "kaiser_window.periodic kaiser_window.beta blackman_window blackman_window.periodic bartlett_window "
+    "bartlett_window.periodic",
+    all_whole,
+)
+rules("linspace.Tensor_Tensor", all_whole, linear="0 1")

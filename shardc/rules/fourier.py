@@ -6,7 +6,7 @@ import torch
 
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import rule
+from shardc.rules.core.registry import rule, rules
 from shardc.rules.core.shared_signatures import broadcast, names_of, whole_names
 
 aten = torch.ops.aten
@@ -23,8 +23,7 @@ def transform(call: Call) -> Signature:
 
 
 for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
-    for _kind in ("", "2", "n"):
-        rule(getattr(aten, f"fft_{_name}{_kind}").default, transform, linear="0")
+    rules(f"fft_{_name} fft_{_name}2 fft_{_name}n", transform, linear="0")
 
 
 def frames(call: Call) -> Signature:
@@ -37,8 +36,7 @@ def frames(call: Call) -> Signature:
     return call.fit(ins, [out])
 
 
-for _op in (aten.stft.default, aten.stft.center, aten.istft.default):
-    rule(_op, frames, linear="0")
+rules("stft stft.center istft", frames, linear="0")
 
 
 def pair(call: Call) -> Signature:
@@ -47,9 +45,7 @@ def pair(call: Call) -> Signature:
     return call.fit("... pair! -> ..." if from_pairs else "... -> ... pair!")
 
 
-rule(aten.view_as_real.default, pair, linear="0")
-rule(aten.view_as_complex.default, pair, linear="0")
-for _op in (aten.real.default, aten.imag.default):
-    rule(_op, broadcast, linear="0")
+rules("view_as_real view_as_complex", pair, linear="0")
+rules("real imag", broadcast, linear="0")
 rule(aten.complex.default, broadcast, linear="0 1")
 rule(aten.polar.default, broadcast)  # its derivative assumes positive lengths, but summands may be negative

@@ -5,29 +5,20 @@ The dim that indices point into stays whole, unless a rule says how to split it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from shardc.ir.placement import PARTIAL, REPLICATE, Placement
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
-from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.registry import LocalCall, rule, rules
 from shardc.rules.core.shared_signatures import all_whole, names_of, whole_names
-from shardc.rules.core.strategy import Strategy, splits_of
+from shardc.rules.core.strategy import over_dim
 from shardc.rules.pointwise import first_only
 from shardc.runtime import ops
 
 aten = torch.ops.aten
-
-
-def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Yield strategies that split the table's rows: absent rows are zeros, the ranks' sum is the result."""
-    for rows in () if _by_frequency(call) else splits_of(call.operands[0], {0}, n, available[0]):
-        if rows.by_digits_alone:
-            yield Strategy("vocabulary", (rows, REPLICATE), (PARTIAL,))
 
 
 def local_embedding(call: LocalCall) -> fx.Node:
@@ -49,7 +40,9 @@ def _by_frequency(call: Call) -> bool:
     return bool(call.arg("scale_grad_by_freq"))
 
 
-rule(aten.embedding.default, embedding, linear="0", local=local_embedding, extra=by_vocabulary)
+# absent rows are zeros, the ranks' sum is the result
+_vocabulary = over_dim("vocabulary", lambda c: () if _by_frequency(c) else (0,))
+rule(aten.embedding.default, embedding, linear="0", local=local_embedding, extra=_vocabulary)
 
 
 def gather(call: Call) -> Signature:
@@ -61,13 +54,6 @@ def gather(call: Call) -> Signature:
     return call.fit([names_of(len(x), other), right], [right])
 
 
-def by_entries(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Yield strategies that split the dim that indices point into, as `by_vocabulary` does."""
-    for p in splits_of(call.operands[0], {call.dim("dim")}, n, available[0]):
-        if p.by_digits_alone:
-            yield Strategy("entries", (p, REPLICATE), (PARTIAL,))
-
-
 def local_gather(call: LocalCall) -> fx.Node:
     if not call.axes("entries"):
         return call.same()
@@ -76,7 +62,8 @@ def local_gather(call: LocalCall) -> fx.Node:
     return call.emit(ops.gather_partial, (call.args[0], call.args[2], call.mesh_node, d, digits, size), {})
 
 
-rule(aten.gather.default, gather, linear="0", local=local_gather, extra=by_entries)
+_entries = over_dim("entries", lambda c: (c.dim("dim"),))
+rule(aten.gather.default, gather, linear="0", local=local_gather, extra=_entries)
 
 
 def index_select(call: Call) -> Signature:
@@ -139,16 +126,7 @@ def _put_linear(call: Call) -> str:
 
 
 rule(aten.index_put.default, index_put, linear=_put_linear, added=(0,))
-for _op in (
-    aten.nonzero.default,
-    aten.nonzero_static.default,
-    aten.repeat_interleave.Tensor,
-    aten.unique_consecutive.default,
-    aten.unique_dim.default,
-    aten.bincount.default,
-    aten.put.default,
-):
-    rule(_op, all_whole)
+rules("nonzero nonzero_static repeat_interleave.Tensor unique_consecutive unique_dim bincount put", all_whole)
 
 
 def index_add(call: Call) -> Signature:

@@ -10,7 +10,7 @@ import torch
 from shardc.ir.metadata import Value
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import SignatureOf, rule
+from shardc.rules.core.registry import SignatureOf, rule, rules
 from shardc.rules.core.shared_signatures import all_whole, whole_names
 
 aten = torch.ops.aten
@@ -64,53 +64,23 @@ def _flops(call: Call) -> int:
     return 2 * math.prod(call.operands[0].shape) * call.operands[0].shape[-1]
 
 
-for _op in (
-    aten.linalg_inv.default,
-    aten.linalg_inv_ex.default,
-    aten.linalg_cholesky.default,
-    aten.linalg_cholesky_ex.default,
-    *([aten.cholesky.default] if hasattr(aten, "cholesky") else []),  # torch 2.15 removed it
-    aten.cholesky_inverse.default,
-    aten.linalg_det.default,
-    aten.logdet.default,
-    aten.linalg_slogdet.default,
-    aten.linalg_eigh.default,
-    aten.linalg_eigvalsh.default,
-    aten.linalg_svd.default,
-    aten.linalg_svdvals.default,
-    aten.linalg_qr.default,
-    aten.linalg_pinv.atol_rtol_float,
-    aten.pinverse.default,
-    aten.matrix_exp.default,
-    aten.linalg_matrix_power.default,
-    aten.linalg_cond.default,
-    aten.linalg_lu_factor.default,
-    aten.linalg_lu_factor_ex.default,
-    aten.linalg_lu.default,
-    aten._lu_with_info.default,
-    aten.linalg_eig.default,
-    aten.linalg_eigvals.default,
-    aten.svd.default,
-    aten._linalg_svd.default,
-    aten._linalg_eigh.default,
-    aten._linalg_det.default,
-    aten._linalg_slogdet.default,
-    aten.geqrf.default,
-    aten.linalg_ldl_factor.default,
-    aten.linalg_ldl_factor_ex.default,
-    aten.triangular_solve.default,
-):
-    rule(_op, stacked, flops=_flops)
+rules(
+    "linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex cholesky_inverse linalg_det logdet linalg_slogdet "
+    "linalg_eigh linalg_eigvalsh linalg_svd linalg_svdvals linalg_qr linalg_pinv.atol_rtol_float pinverse matrix_exp "
+    "linalg_matrix_power linalg_cond linalg_lu_factor linalg_lu_factor_ex linalg_lu _lu_with_info linalg_eig "
+    "linalg_eigvals svd _linalg_svd _linalg_eigh _linalg_det _linalg_slogdet geqrf linalg_ldl_factor "
+    "linalg_ldl_factor_ex triangular_solve",
+    stacked,
+    flops=_flops,
+)
+if hasattr(aten, "cholesky"):  # torch 2.15 removed it
+    rule(aten.cholesky.default, stacked, flops=_flops)
 rule(aten.linalg_solve.default, solve, linear="1", flops=_flops)
-rule(aten.linalg_solve_ex.default, solve, flops=_flops)
-rule(aten._linalg_solve_ex.default, solve, flops=_flops)
-for _op in (aten.linalg_pinv.atol_rtol_tensor, aten.linalg_matrix_rank.atol_rtol_tensor):
-    rule(_op, own_dims(2, 0, 0), flops=_flops)
-for _op in (aten.linalg_lu_solve.default, aten.linalg_ldl_solve.default, aten.ormqr.default):
-    rule(_op, own_dims(2, 1, 2, columns=2), linear="2", flops=_flops)
+rules("linalg_solve_ex _linalg_solve_ex", solve, flops=_flops)
+rules("linalg_pinv.atol_rtol_tensor linalg_matrix_rank.atol_rtol_tensor", own_dims(2, 0, 0), flops=_flops)
+rules("linalg_lu_solve linalg_ldl_solve ormqr", own_dims(2, 1, 2, columns=2), linear="2", flops=_flops)
 rule(aten.lu_solve.default, own_dims(2, 2, 1, columns=0), linear="0", flops=_flops)
-for _op in (aten.lu_unpack.default, aten.linalg_householder_product.default):
-    rule(_op, own_dims(2, 1))
+rules("lu_unpack linalg_householder_product", own_dims(2, 1))
 rule(aten.linalg_tensorinv.default, all_whole)
 rule(aten.linalg_tensorsolve.default, all_whole, linear="1")
 rule(aten.linalg_solve_triangular.default, own_dims(2, 2, columns=1), linear="1", flops=_flops)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -15,7 +14,7 @@ from shardc.rules.core.op_call import Call
 from shardc.rules.core.reduce_parts import behind
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.shared_signatures import all_whole, names_of
-from shardc.rules.core.strategy import Strategy, splits_of
+from shardc.rules.core.strategy import over_dim
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
 
@@ -29,13 +28,6 @@ def nll(call: Call) -> Signature:
     names, c = names_of(len(call.operands[0].shape)), _class_dim(call)
     rest = names[:c] + names[c + 1 :]
     return call.fit([[*names[:c], f"d{c}!", *names[c + 1 :]], rest], [rest])
-
-
-def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Yield strategies of vocabulary-parallel cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3)."""
-    for c in splits_of(call.operands[0], {_class_dim(call)}, n, available[0]):
-        if c.by_digits_alone:
-            yield Strategy("classes", (c, REPLICATE), (REPLICATE,))
 
 
 def local_nll(call: LocalCall) -> fx.Node:
@@ -63,7 +55,8 @@ def local_nll(call: LocalCall) -> fx.Node:
     return call.emit(ops.nll_join, (sums, target, ignore), {})
 
 
-rule(ops.nll, nll, local=local_nll, extra=by_classes)
+# vocabulary-parallel cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3)
+rule(ops.nll, nll, local=local_nll, extra=over_dim("classes", lambda c: (_class_dim(c),), REPLICATE))
 
 
 def by_row(call: Call) -> Signature:

@@ -7,7 +7,7 @@ from torch import fx
 
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
-from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.registry import LocalCall, rule, rules
 from shardc.rules.core.shared_signatures import names_of, whole_names
 
 aten = torch.ops.aten
@@ -21,9 +21,7 @@ def layer_norm(call: Call) -> Signature:
     return call.fit([names, *[inner] * (len(call.operands) - 1)], [names, *[stats] * (len(call.results) - 1)])
 
 
-rule(aten.layer_norm.default, layer_norm)
-rule(aten.native_layer_norm.default, layer_norm)
-rule(aten.rms_norm.default, layer_norm)
+rules("layer_norm native_layer_norm rms_norm", layer_norm)
 if hasattr(aten, "_fused_rms_norm"):
     rule(aten._fused_rms_norm.default, layer_norm)
 

@@ -7,7 +7,7 @@ from torch import fx
 
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
-from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.registry import LocalCall, rule, rules
 from shardc.rules.core.shared_signatures import all_whole, broadcast, each_operand, names_of, whole_names
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 
@@ -24,29 +24,17 @@ def fill_zero(call: Call) -> str:
     return "0" if call.arg("value") == 0 and not isinstance(call.arg("value"), Operand) else ""
 
 
-for _op in (aten.add.Tensor, aten.sub.Tensor):
-    rule(_op, broadcast, linear="0 1")
+rules("add.Tensor sub.Tensor", broadcast, linear="0 1")
 rule(aten.mul.Tensor, broadcast, linear=each_operand)
-rule(aten.mul.Scalar, broadcast, linear="0")
-rule(aten.div.Tensor, broadcast, linear="0")
-rule(aten.div.Scalar, broadcast, linear="0")
 rule(aten.where.self, broadcast, linear="1 2")
 rule(aten.masked_fill.Scalar, broadcast, linear=fill_zero)
-for _op in (
-    aten.neg.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.contiguous.default,
-    aten.positive.default,
-    aten.resolve_conj.default,
-    aten.lift_fresh_copy.default,
-):
-    rule(_op, broadcast, linear="0")
-for _op in (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device):
-    rule(_op, broadcast, linear=to_float)
-rule(aten.detach.default, broadcast, linear="0")
-for _op in (aten.lerp.Scalar, aten.lerp.Tensor, aten.addcdiv.default):
-    rule(_op, broadcast, linear="0 1")
+rules(
+    "mul.Scalar div.Tensor div.Scalar neg clone alias contiguous positive resolve_conj lift_fresh_copy detach",
+    broadcast,
+    linear="0",
+)
+rules("_to_copy to.dtype to.dtype_layout to.device", broadcast, linear=to_float)
+rules("lerp.Scalar lerp.Tensor addcdiv", broadcast, linear="0 1")
 rule(aten.addcmul.default, broadcast, linear="0 1 | 0 2")
 rule(aten.masked_fill.Tensor, broadcast, linear="0 2")
 
@@ -62,16 +50,10 @@ def unreduced(call: Call) -> Signature:
     return broadcast(call) if call.arg("reduction") == 0 else all_whole(call)
 
 
-for _op in (
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.soft_margin_loss.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.kl_div.default,
-    aten.mse_loss.default,
-):
-    rule(_op, unreduced)
+rules(
+    "smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits kl_div mse_loss",
+    unreduced,
+)
 
 
 def prelu(call: Call) -> Signature:
@@ -92,43 +74,19 @@ def per_channel(call: Call) -> Signature:
     return call.fit([names, channel, channel], [names])
 
 
-for _op in (aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams):
-    rule(_op, first_only)
+rules("fake_quantize_per_tensor_affine fake_quantize_per_tensor_affine.tensor_qparams", first_only)
 rule(aten.fake_quantize_per_channel_affine.default, per_channel)
 rule(aten.type_as.default, first_only, linear=to_float)
 
 rule(torch.ops.shardc.with_gradient_of.default, broadcast, linear="0 1")
 
 # pointwise, but torch does not tag them (or composites that canonical graphs keep)
-for _op in (
-    aten.where.ScalarSelf,
-    aten.where.ScalarOther,
-    aten.where.Scalar,
-    aten.silu.default,
-    aten.gelu.default,
-    aten.selu.default,
-    aten.relu6.default,
-    aten.softplus.default,
-    aten.__and__.Tensor,
-    aten.__or__.Tensor,
-    aten.__xor__.Tensor,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.hardswish.default,
-    aten.leaky_relu.default,  # torch 2.11 does not tag it
-    aten.log_sigmoid.default,
-    aten.floor_divide.default,
-    aten.clamp.default,
-    aten.isfinite.default,
-    aten.isinf.default,
-    aten.isposinf.default,
-    aten.isneginf.default,
-    aten.float_power.Tensor_Scalar,
-    aten.square.default,
-):
-    rule(_op, broadcast)
+rules(
+    "where.ScalarSelf where.ScalarOther where.Scalar silu gelu selu relu6 softplus __and__.Tensor __or__.Tensor "
+    "__xor__.Tensor zeros_like ones_like full_like empty_like hardswish leaky_relu log_sigmoid floor_divide clamp "
+    "isfinite isinf isposinf isneginf float_power.Tensor_Scalar square",
+    broadcast,
+)
 
 
 def local_size(call: LocalCall) -> fx.Node:

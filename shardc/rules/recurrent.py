@@ -8,15 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from shardc.ir.metadata import Value
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import rule
+from shardc.rules.core.registry import rules
 from shardc.rules.core.shared_signatures import whole_names
-
-aten = torch.ops.aten
 
 
 def recurrent(call: Call) -> Signature:
@@ -38,5 +34,4 @@ def _flops(call: Call) -> int:
     return 2 * math.prod(call.operands[0].shape[:2]) * sum(math.prod(w.shape) for w in weights)
 
 
-for _op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
-    rule(_op, recurrent, flops=_flops)
+rules("lstm.input gru.input rnn_tanh.input rnn_relu.input", recurrent, flops=_flops)

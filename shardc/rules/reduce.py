@@ -12,7 +12,7 @@ from shardc.rules.core.along_split_dim import local_cumsum, of_cumsum
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.reduce_parts import by_parts, local_parts
-from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.registry import LocalCall, rule, rules
 from shardc.rules.core.shared_signatures import all_whole, every_operand, names_of, whole_dims
 from shardc.runtime import ops
 
@@ -50,30 +50,20 @@ def local_mean(call: LocalCall) -> fx.Node:
     return call.emit(ops.partial_mean, (terms, dims, keep, count), {})
 
 
-for _op in (aten.sum.dim_IntList, aten.sum.default):
-    rule(_op, summed, linear="0")
-for _op in (aten.mean.dim, aten.mean.default):
-    rule(_op, summed, linear="0", local=local_mean)
+rules("sum.dim_IntList sum", summed, linear="0")
+rules("mean.dim mean", summed, linear="0", local=local_mean)
 rule(aten.count_nonzero.dim_IntList, summed)
-for _op in (
-    *(aten.amax.default, aten.amin.default, aten.prod.dim_int, aten.linalg_vector_norm.default),
-    *(aten.max.default, aten.min.default, aten.prod.default),
-):
-    rule(_op, reduced, local=local_parts, extra=by_parts)
-for _op in (
-    *(aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims, aten.any.default, aten.all.default),
-    *(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.mode.default, aten.kthvalue.default),
-    *(aten.median.dim, aten.nanmedian.dim, aten.median.default, aten.nanmedian.default),
-    *(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.var.dim, aten.std.dim),
-    *(aten.norm.ScalarOpt_dim, aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord),
-):
-    rule(_op, reduced)
-
-for _op in (
-    *(aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default, aten.glu.default),
-    *(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default),
-):
-    rule(_op, whole_dims)
+rules("amax amin prod.dim_int linalg_vector_norm max min prod", reduced, local=local_parts, extra=by_parts)
+rules(
+    "any.dim any.dims all.dim all.dims any all argmax argmin max.dim min.dim mode kthvalue median.dim nanmedian.dim "
+    "median nanmedian var.correction std.correction var_mean.correction var.dim std.dim norm.ScalarOpt_dim "
+    "linalg_matrix_norm linalg_matrix_norm.str_ord",
+    reduced,
+)
+rules(
+    "cumprod logcumsumexp cummax cummin glu sort sort.stable argsort argsort.stable topk",
+    whole_dims,
+)
 rule(aten.cumsum.default, whole_dims, linear="0", local=local_cumsum, extra=of_cumsum)
 
 
@@ -92,8 +82,7 @@ def local_histc(call: LocalCall) -> fx.Node:
 
 
 rule(aten.histc.default, histc, local=local_histc)
-for _op in (aten.histogram.bin_ct, aten.histogram.bins_tensor):
-    rule(_op, all_whole)
+rules("histogram.bin_ct histogram.bins_tensor", all_whole)
 
 
 def diff(call: Call) -> Signature:

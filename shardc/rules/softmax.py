@@ -15,7 +15,7 @@ from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Partial, Placement
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.reduce_parts import per_row, squeezed
-from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.registry import LocalCall, rule, rules
 from shardc.rules.core.shared_signatures import whole_dims
 from shardc.rules.core.strategy import Strategy, needs_sum_grad, splits_of
 from shardc.rules.reduce import reduced
@@ -79,5 +79,4 @@ def _cast(call: LocalCall, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 rule(aten.logsumexp.default, reduced, local=local_softmax, extra=by_parts)
-for _op in (aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default):
-    rule(_op, whole_dims, local=local_softmax, extra=by_parts)
+rules("softmax.int _softmax log_softmax.int _log_softmax", whole_dims, local=local_softmax, extra=by_parts)

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from shardc.ir.placement import PARTIAL, Placement, Shard
+from shardc.ir.placement import Placement, Shard
 from shardc.rules.core.notation import Dim, Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.registry import LocalCall, rule, rules
 from shardc.rules.core.shared_signatures import every_operand, names_of, whole_dims
-from shardc.rules.core.strategy import Strategy, splits_of
+from shardc.rules.core.strategy import Strategy, over_dim
 from shardc.rules.pointwise import local_size
 from shardc.runtime import ops
 
@@ -96,18 +96,12 @@ def local_reshape(call: LocalCall) -> fx.Node:
     return call.emit(aten.reshape.default, (call.args[0], list(call.out_shape)), {})
 
 
-for _op in (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-):
-    rule(_op, reshape, linear="0", local=local_reshape)
+rules(
+    "view reshape _unsafe_view flatten.using_ints unflatten.int squeeze squeeze.dim squeeze.dims unsqueeze",
+    reshape,
+    linear="0",
+    local=local_reshape,
+)
 
 
 # --- permutations -----------------------------------------------------------------------------------------------------
@@ -135,8 +129,7 @@ def transpose_all(call: Call) -> Signature:
 
 rule(aten.permute.default, permute, linear="0")
 rule(aten.transpose.int, transpose, linear="0")
-rule(aten.t.default, transpose_all, linear="0")
-rule(aten.numpy_T.default, transpose_all, linear="0")
+rules("t numpy_T", transpose_all, linear="0")
 
 
 # --- repeating --------------------------------------------------------------------------------------------------------
@@ -148,8 +141,7 @@ def expand(call: Call) -> Signature:
     return call.fit([names[len(names) - len(call.operands[0].shape) :]], [names])
 
 
-rule(aten.expand.default, expand, linear="0", local=local_size)
-rule(aten.broadcast_to.default, expand, linear="0", local=local_size)
+rules("expand broadcast_to", expand, linear="0", local=local_size)
 
 
 def repeat(call: Call) -> Signature:
@@ -239,8 +231,7 @@ def local_cut(call: LocalCall) -> fx.Node:
 
 
 rule(aten.slice.Tensor, cut, linear="0", local=local_cut)
-for _op in (aten.narrow.default, aten.flip.default, aten.roll.default):
-    rule(_op, whole_dims, linear="0")
+rules("narrow flip roll", whole_dims, linear="0")
 
 
 def select(call: Call) -> Signature:
@@ -248,12 +239,6 @@ def select(call: Call) -> Signature:
     n, d = len(call.operands[0].shape), call.dim("dim")
     names = names_of(n, {d})
     return call.fit([names], [names[:d] + names[d + 1 :] for _ in call.results])
-
-
-def by_owner(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Yield strategies to select an entry of a split dim: others add zeros, cheaper than a gather."""
-    for p in splits_of(call.operands[0], {call.dim("dim")}, n, available[0]):
-        yield Strategy("owner", (p,), (PARTIAL,))
 
 
 def local_select(call: LocalCall) -> fx.Node:
@@ -266,7 +251,9 @@ def local_select(call: LocalCall) -> fx.Node:
     return call.emit(ops.select_partial, (call.args[0], call.mesh_node, d, digits, wide, index), {})
 
 
-rule(aten.select.int, select, linear="0", local=local_select, extra=by_owner)
+# the others add zeros, cheaper than a gather
+_owner = over_dim("owner", lambda c: (c.dim("dim"),), padded_inside=True)
+rule(aten.select.int, select, linear="0", local=local_select, extra=_owner)
 rule(aten.unbind.int, select, linear="0")
 
 
@@ -329,8 +316,7 @@ def local_split(call: LocalCall) -> fx.Node:
     return call.emit(aten.split_with_sizes.default, (call.args[0], sizes, d), {})
 
 
-for _op in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes):
-    rule(_op, split, linear="0", local=local_split, extra=by_sections)
+rules("split.Tensor split_with_sizes chunk split.sizes", split, linear="0", local=local_split, extra=by_sections)
 
 
 def cat(call: Call) -> Signature:
@@ -363,8 +349,7 @@ def last_two_whole(call: Call) -> Signature:
     return call.fit([names], [names])
 
 
-rule(aten.tril.default, last_two_whole, linear="0")
-rule(aten.triu.default, last_two_whole, linear="0")
+rules("tril triu", last_two_whole, linear="0")
 
 
 def diagonal(call: Call) -> Signature:

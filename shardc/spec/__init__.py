@@ -2,7 +2,7 @@
 
 yaml_reader.py   text -> values and the places of each     explain.py         errors of the grammar -> where, what, fix
 schema.py        the grammar of a whole spec               check.py           axes, sizes
-fields.py        kinds of values, such as an axis          names.py           patterns against the names of a model
+fields.py        kinds of values, such as an axis          model_names.py     patterns against the names of a model
                                                            foreign_words.py   words of other libraries, as hints
 
 The grammar of the sections:
@@ -26,15 +26,15 @@ from typing import Any, Literal
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.spec import yaml_reader
 from shardc.spec.batch_section import Batch
 from shardc.spec.check import Check, data_axes, resolve_mesh, token_axes
 from shardc.spec.data_section import Data
 from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
+from shardc.spec.model_names import Names
 from shardc.spec.module_sections import Expert
-from shardc.spec.names import Names
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.schema import Form, On, whole_form

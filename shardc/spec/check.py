@@ -9,7 +9,7 @@ from typing import Any
 
 from shardc.errors import Errors
 from shardc.ir.mesh import MAX_RANKS, Mesh, is_data_axis
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.optional import registered
 from shardc.spec.batch_section import Batch
 from shardc.spec.data_section import Data

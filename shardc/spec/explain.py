@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 
 from shardc import optional
 from shardc.errors import Errors
-from shardc.ir.patterns import nearest
-from shardc.spec.fields import is_axis
+from shardc.ir.mesh import is_axis
+from shardc.ir.similar_names import nearest
 from shardc.spec.foreign_words import ours
 from shardc.spec.schema import Form, whole_form
 from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without

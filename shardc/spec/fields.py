@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 from typing_extensions import LiteralString
 
-from shardc.ir.mesh import MICROBATCH
+from shardc.ir.mesh import MICROBATCH, is_axis
 from shardc.ir.patterns import faults
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.yaml_reader import say
@@ -53,11 +52,6 @@ def one_or_many(value: Any) -> Any:
 
 def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def is_axis(name: str) -> bool:
-    """Return whether a mesh axis may have this name. MICROBATCH is an axis of the compiler."""
-    return re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII) is not None and name != MICROBATCH
 
 
 def axis_name(value: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardc.runtime.launch import NAMED
+from shardc.runtime.time_limits import NAMED
 from shardc.spec.fields import Count, Positive, Section, as_tuple
 
 Times = Annotated[int, Field(ge=0)]  # 0: never

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.spec.fields import (
     Axis,
     Count,

@@ -61,6 +61,10 @@ class Execution(Section):
     )
 
 
+#: The kinds that `recompute: cheap` means (passes/recompute/kinds.py defines them).
+CHEAP = ("elementwise", "norm", "gather")
+
+
 class Checkpoint(Section):
     """One kind of recomputed region. One of three says what is kept: save: kinds of results; recompute: the fewest
     bytes from which only ops of these kinds have to run again; budget: the share of bytes to keep, chosen by cost. None
@@ -88,7 +92,7 @@ class Checkpoint(Section):
         | None
     ) = Field(
         default=None,
-        description="ops that may run again; cheap = the first three",
+        description=f"ops that may run again; cheap = {', '.join(CHEAP)}",
         examples=["cheap", ["elementwise", "norm", "gather", "matmul"]],
     )
     budget: Annotated[float, Field(ge=0, le=1)] | None = Field(

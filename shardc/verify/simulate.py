@@ -16,6 +16,7 @@ from shardc.errors import ShardcError
 from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
+from shardc.ir.types import continuous
 from shardc.ir.units import plural
 from shardc.optional import registered
 from shardc.runtime.checks import user_changes
@@ -198,8 +199,7 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
     # rounding of a value that should be zero is as large as the value: hence the floor; nan on both sides comes from
     # the user's model
     size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
-    inexact = expected.is_floating_point() or expected.is_complex()
-    slack = SLACK.get(expected.dtype.to_real(), 1e-1) * size if inexact else 0.0
+    slack = SLACK.get(expected.dtype.to_real(), 1e-1) * size if continuous(expected) else 0.0
     if torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True):
         return
     differ = one.isfinite() != other.isfinite()

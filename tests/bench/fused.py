@@ -38,8 +38,8 @@ from shardc.ir.graph import values_of  # noqa: E402
 from shardc.ir.units import size  # noqa: E402
 from shardc.passes.joint.derivatives.record import is_view  # noqa: E402
 from shardc.passes.joint.fused_regions import fuses, shares_memory  # noqa: E402
-from shardc.runtime.compiled import inductor  # noqa: E402
-from shardc.runtime.compiled.regions import code_of  # noqa: E402
+from shardc.runtime.compiled import compiler  # noqa: E402
+from shardc.runtime.compiled.region_calls import code_of  # noqa: E402
 from shardc.torch_private import kernels_of  # noqa: E402
 from tests.gpt3 import GPT3  # noqa: E402
 
@@ -93,13 +93,13 @@ def compared(name: str, rounds: int, number: int) -> Compared:
         way: shardc.compile(model, batch, {**spec, "execution": WAYS[way]}, captured=captured, prove=False)
         for way in order
     }
-    inductor._DONE.clear()
-    inductor._EXPECTED.clear()
+    compiler._DONE.clear()
+    compiler._EXPECTED.clear()
     engines = {way: p.engine(model) for way, p in programs.items()}
     for engine in engines.values():  # this compiles
         engine.step(batch)
         engine.step(batch)
-    distinct = [run for run in inductor._DONE.values() if not isinstance(run, str)]
+    distinct = [run for run in compiler._DONE.values() if not isinstance(run, str)]
     kernels = sum(map(kernels_of, distinct))
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     for r in range(rounds):

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from shardc.cli.options import Named
-from shardc.cli.ranks.start import Ranks, _job_of_first, _shared
+from shardc.cli.ranks.make_job import Ranks, _job_of_first, _shared
 from shardc.errors import ShardcError
 from shardc.runtime.mesh import activity, presence
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from shardc import torch_private
 from shardc.cli.model_file import load, seed_everything
 from shardc.cli.options import given
+from shardc.cli.ranks.make_job import run_folder
 from shardc.cli.ranks.save_lock import lock, lock_all
-from shardc.cli.ranks.start import run_folder
 from shardc.cli.ranks.step_lines import StepLines, duration
 from shardc.cli.ranks.training_data import Batches, _taken_over
 from shardc.cli.run import _settings

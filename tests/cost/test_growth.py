@@ -11,7 +11,7 @@ from shardc.machine.work import Op
 from shardc.plan.few_layers import Subject
 from shardc.plan.runs import Rank, Runs
 from shardc.plan.space import CHECKPOINTS, Choice, spec
-from tests.plan.test_monotone import Stack
+from tests.plan.test_plan import Stack
 
 
 def ops(ranks: list[Rank]) -> list[Op]:

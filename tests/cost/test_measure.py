@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device, Link, OpRates
 from shardc.machine.work import Op
-from shardc.runtime.mesh.waits import Wait
+from shardc.runtime.mesh.wait_times import Wait
 
 F32, F64, BF16 = "float32", "float64", "bfloat16"
 CPU = Device(
@@ -152,7 +152,7 @@ def test_a_run_of_the_device_that_is_priced_differs_in_nothing(program: shardc.P
             assert ours == pytest.approx(theirs, rel=1e-6), name
     assert found.lines["data"] == (0.0, 0.002)
     assert {"recomputed", "update", "waiting for dp", "host", "small ops", "products at the peak"} <= found.lines.keys()
-    assert found.made[0] == found.made[1]
+    assert found.bytes["made"][0] == found.bytes["made"][1]
     assert found.seconds[1] == pytest.approx(log.seconds + 0.002)
 
 

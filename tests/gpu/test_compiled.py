@@ -16,7 +16,7 @@ from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.rng import Rng, row_and_column_offsets
 from shardc.torch_private import inductor_compiled
 
-inductor: Any = importlib.import_module("shardc.runtime.compiled.inductor")
+compiler: Any = importlib.import_module("shardc.runtime.compiled.compiler")
 
 #: Inductor adds up rows (a norm's gradients) in two stages: what the first one gives was 6 MiB here on an H200.
 PARTIAL_SUMS = 8 * 2**20
@@ -61,7 +61,7 @@ def test_a_compiled_step(gpu: str, precision: dict[str, str], bound: float) -> N
         peaks.append(torch.cuda.max_memory_allocated())
         found.append({n: x.grad.double() for n, x in engine.params.items() if x.grad is not None})
         engine.close()
-    assert not [run for run in inductor._DONE.values() if isinstance(run, str)]
+    assert not [run for run in compiler._DONE.values() if isinstance(run, str)]
     want, have = found
     assert want.keys() == have.keys() != set()
     assert [n for n, g in want.items() if float((have[n] - g).norm()) > bound * float(g.norm())] == []

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import Selector, expand, faults, match, nearest, select_modules
+from shardc.ir.patterns import expand, faults, match
+from shardc.ir.similar_names import nearest
 from shardc.layer_names import of_every_outer_layer
+from shardc.spec.model_names import Selector, select_modules
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + [
     "lm_head"

@@ -11,38 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from shardc.cost import Device, device
 from shardc.machine.device import Outside
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.runs import Runs
+from tests.plan.test_plan import Stack
 
-
-class Block(nn.Module):
-    def __init__(self, hidden: int, wide: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, wide), nn.Linear(wide, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
-
-
-class Stack(nn.Module):
-    def __init__(self, layers: int, hidden: int, wide: int, vocab: int) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
-        self.h = nn.ModuleList(Block(hidden, wide) for _ in range(layers))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        for block in self.h:
-            x = block(x)
-        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-MODELS = ((8, 64, 256, 128), (12, 256, 512, 64), (6, 512, 2048, 4096))
+#: (layers, hidden features, words, features within a layer)
+MODELS = ((8, 64, 128, 256), (12, 256, 64, 512), (6, 512, 4096, 2048))
 
 
 @functools.cache
@@ -88,7 +66,7 @@ def test_a_models_flops_are_those_that_its_trained_weights_need() -> None:
         subject = Subject(made, {"ids": torch.empty(16, 64, dtype=torch.long)})
         return Planner(Runs(subject), device("h100-80g"), "bfloat16", 0.05, "it", lambda *_: None).library.flops
 
-    layers, hidden, wide, vocab = MODELS[0]
+    layers, hidden, vocab, wide = MODELS[0]
     forward = 2 * 64 * (layers * 2 * hidden * wide + hidden * vocab)
     assert flops("") == 3 * forward
     assert flops("head") == forward + 2 * 64 * hidden * vocab

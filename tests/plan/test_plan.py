@@ -22,14 +22,14 @@ from shardc.cost import Device, device
 from shardc.cost.recorded import KINDS
 from shardc.machine.device import Link, Outside
 from shardc.plan import Candidate, Plan
+from shardc.plan.estimate import Rough, Table, estimated
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.price import price
-from shardc.plan.questions import ALIGNED, Largest
-from shardc.plan.rank import Rough, Table, priced
+from shardc.plan.questions import ALIGNED, largest
 from shardc.plan.runs import Runs
-from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
-from shardc.plan.stage import NET, part_of
+from shardc.plan.space import Choice, Core, choices, sequence_widths, spec, splits
+from shardc.plan.stage import NET
 from shardc.plan.table import zero
 from shardc.spec import Spec
 from tests import zoo
@@ -69,13 +69,10 @@ def batch():
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, wide: int = 0) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(hidden),
-            nn.Linear(hidden, 4 * hidden),
-            nn.Linear(4 * hidden, hidden),
-        )
+        wide = wide or 4 * hidden
+        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, wide), nn.Linear(wide, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
@@ -84,10 +81,10 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """A language model without attention: many layers, few ops."""
 
-    def __init__(self, layers: int, hidden: int = 64, vocab: int = 128) -> None:
+    def __init__(self, layers: int, hidden: int = 64, vocab: int = 128, wide: int = 0) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
-        self.h = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.h = nn.ModuleList(Block(hidden, wide) for _ in range(layers))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
@@ -115,7 +112,7 @@ def first_price(q: Planner, c: Choice) -> Rough:
     """By arithmetic on a block."""
     block = q.finder.block(c.core)
     assert block is not None
-    seconds, peaks = priced(Table([c], q.device, {}), block, c.core, q.library)
+    seconds, peaks = estimated(Table([c], q.device, {}), block, c.core, q.library)
     return Rough(float(seconds[0]), float(peaks[0]))
 
 
@@ -441,7 +438,7 @@ def prices() -> tuple[tuple[Choice, Rough], ...]:
     """First prices for eight devices of one node."""
     q = stacked()
     cores = [Core(t, sequence_parallel=t > 1, checkpoint=k) for t in (1, 2) for k in ("none", "full")]  # type: ignore[arg-type]
-    return tuple((c, first_price(q, c)) for c in choices(cores, 8, 64, 6))
+    return tuple((c, first_price(q, c)) for core in cores for c in choices(core, 8, 64, 6))
 
 
 def test_small_memory_makes_it_split_and_recompute() -> None:
@@ -570,7 +567,7 @@ def test_short_rows_are_not_split() -> None:
 def test_slow_links_keep_tensor_parallel_in_a_node() -> None:
     slow = H100.model_copy(update={"node": 2, "between": Link(bandwidth=1e9, latency=1e-4)})
     q = planner(*stack(2), on=slow)
-    assert max(core.tp for core in q.finder.splits(8)) == 2
+    assert max(core.tp for core in splits(q.facts, 8, 2)) == 2
     inside, across = (
         price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.facts)), 16) for t in (2, 4)
     )
@@ -583,7 +580,7 @@ def test_heads_that_do_not_divide() -> None:
     q = planner(model, batch)
     with pytest.raises(shardc.ShardcError):
         q.library.block(Core(tp=3))
-    assert [core.tp for core in q.finder.splits(3) if q.finder.block(core)] == [1]
+    assert [core.tp for core in splits(q.facts, 3, 8) if q.finder.block(core)] == [1]
     assert "tp=3" in q.finder.refused
 
 
@@ -664,7 +661,7 @@ def test_layers_of_another_kind_that_come_first_are_recomputed_too() -> None:
     c = Choice(pp=2, rows=4, microbatches=4, checkpoint="full")
     none, full = (q.library.block(replace(c, checkpoint=keep).core) for keep in ("none", "full"))
     kept = KINDS.index("activations")
-    before, after = (part_of(x.first, "F", "middle")[NET][kept] for x in (none, full))
+    before, after = (x.stages["first"].part("F", "middle")[NET][kept] for x in (none, full))
     assert after < 0.2 * before
 
 
@@ -696,7 +693,7 @@ def test_estimates_of_every_zero_lie_near_exact_prices_with_experts_and_without(
     used as it is stored, in twice the bytes of what is cast; sums over several axes run side by side.
     """
     q = wide(core.ep > 1)
-    every = [c for c in choices([core], 16, 32, 6, node=4) if c.pp == 1 and c.rows == 1 and c.zero == zero]
+    every = [c for c in choices(core, 16, 32, 6, node=4) if c.pp == 1 and c.rows == 1 and c.zero == zero]
     some = [c for c in every if not (c.outer > 1 and c.ep == 4)]
     assert some
     for c in some:
@@ -743,7 +740,7 @@ def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best()
     q = elsewhere(sparse_stacked(), pairs)
     given = price(q.library, Spec.load(spec(four, q.facts)), 16)
     q = elsewhere(q, pairs.model_copy(update={"memory": given.needs}))
-    assert {c.tp for c in q.finder.splits(8) if c.ep == 4} == {1, 2}
+    assert {c.tp for c in splits(q.facts, 8, 2) if c.ep == 4} == {1, 2}
     found = [p for p in q.finder.best(8, 16).values() if p.needs <= given.needs]
     assert min(p.step_seconds for p in found) <= given.step_seconds
 
@@ -783,21 +780,20 @@ def test_the_largest_number_is_solved(power: int) -> None:
         calls.append(n)
         return 1e6 + 3.0 * n**power
 
-    solver = Largest(peak, 1e6 + 3.0 * 1234.5**power)
-    assert solver.solve(4) == 1234
+    assert largest(peak, 1e6 + 3.0 * 1234.5**power, 4)[0] == 1234
     assert len(calls) < 12
     assert {1234, 1235} <= set(calls)
 
 
 def test_the_largest_number_is_solved_where_memory_goes_up_in_steps() -> None:
     """As what an allocator reserves does: near the answer the curve says nothing."""
-    solver = Largest(lambda n: 1e6 + 100.0 * (n // 40) + (n * 7919) % 13, 1e6 + 100.0 * 30.5)
-    assert solver.solve(4) == 1239
-    assert len(solver.peaks) < 24
+    most, priced = largest(lambda n: 1e6 + 100.0 * (n // 40) + (n * 7919) % 13, 1e6 + 100.0 * 30.5, 4)
+    assert most == 1239
+    assert len(priced) < 24
 
 
 def test_nothing_is_the_largest() -> None:
-    assert Largest(lambda n: 10.0, 5.0).solve(8) == 0
+    assert largest(lambda n: 10.0, 5.0, 8)[0] == 0
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:

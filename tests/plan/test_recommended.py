@@ -18,7 +18,7 @@ from shardc.cost.caching_allocator import MIB
 from shardc.errors import ShardcError
 from shardc.plan.planner import Planner
 from shardc.plan.price import Priced, price
-from shardc.plan.space import CHECKPOINTS, Choice, Core, budget, choices, spec
+from shardc.plan.space import CHECKPOINTS, Choice, Core, budget, choices, spec, splits
 from shardc.spec import Spec
 from tests.plan.test_monotone import MODELS, machine, numbers, planner
 
@@ -35,10 +35,10 @@ def drawn(number: int) -> tuple[random.Random, int, Device, int, int]:
 
 def some(plans: Planner, r: random.Random, devices: int, batch: int) -> Iterator[Choice]:
     """Choices of a plan's space."""
-    splits = plans.finder.splits(devices)
+    cores = splits(plans.facts, devices, plans.device.node)
     while True:
-        core: Core = r.choice(splits)._replace(checkpoint=r.choice(KEEPS))
-        if found := list(choices([core], devices, batch, plans.finder.cuts, node=plans.device.node)):
+        core: Core = r.choice(cores)._replace(checkpoint=r.choice(KEEPS))
+        if found := list(choices(core, devices, batch, plans.facts.cuts, node=plans.device.node)):
             yield r.choice(found)
 
 

@@ -6,11 +6,13 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import shardc
 from shardc.cost import Cost
 from shardc.cost.kept_activations import storages
+from shardc.ir.graph import source_of
+from shardc.ir.types import op_name
 from shardc.report import cost as cost_report
 from shardc.report import kept_activations
 from tests.zoo import plain
@@ -46,12 +48,16 @@ def found(again: bool) -> Cost:
     return shardc.compile(Model(), torch.randn(4, 8), {**SPEC, "checkpoint": entry}, prove=False).cost()
 
 
+def named(n: fx.Node) -> str:
+    return f"{source_of(n).module} {op_name(n.target)}"
+
+
 def wanted(cost: Cost, layer: str) -> dict[str, set[str]]:
     """{op: the ops that want its result}, each by its module and the ops that run again before it."""
     return {
-        f"{x.source.module} {x.name}": {" ".join((w.source.module, w.name, *w.after)) for w in x.wants}
+        named(x.node): {" ".join((named(n), *(op_name(a.target) for a in after))) for n, after in x.wants.items()}
         for x in cost.kept()[0]
-        if x.source.module.startswith(layer)
+        if named(x.node).startswith(layer)
     }
 
 
@@ -84,8 +90,8 @@ def test_what_a_recurrent_layer_keeps_is_listed() -> None:
     model, batch = plain.lstm()
     cost = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False).cost()
     (items,), (run,) = cost.kept(), cost.dry_runs
-    assert sum(x.nbytes for x in items) == sum(x.nbytes for x in storages(run))
-    assert any(x.source.module == "rnn" and x.own for x in items)
+    assert sum(x.storage.nbytes for x in items) == sum(x.nbytes for x in storages(run))
+    assert any(source_of(x.node).module == "rnn" and x.own for x in items)
 
 
 def test_layers_that_keep_the_same_are_told_once() -> None:
@@ -101,7 +107,7 @@ def test_layers_that_keep_the_same_are_told_once() -> None:
 
 def test_bytes_are_those_of_the_json() -> None:
     (rank,) = cost_report.to_json(found(True))["ranks"]
-    assert sum(x["bytes"] for x in rank["kept"]) == sum(x.nbytes for x in found(True).kept()[0])
+    assert sum(x["bytes"] for x in rank["kept"]) == sum(x.storage.nbytes for x in found(True).kept()[0])
     gate = next(x for x in rank["kept"] if x["module"] == "h.0.gate")
     assert gate["type"] == "f32[4, 16]"
     assert gate["wanted_by"]["linear_2"] == ["silu", "mul"]

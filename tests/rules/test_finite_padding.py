@@ -20,7 +20,7 @@ from shardc.torch_private import OpOverload
 from shardc.verify.rules.case import Case, NoCallError, UnfitError
 from shardc.verify.rules.prove import strategies
 from tests import equality
-from tests.rules.samples import Sample, Tensors, call
+from tests.rules.samples import Sample, Tensors, call, made
 
 aten = torch.ops.aten
 KINDS: dict[str, Callable[[Tensors], Tensor]] = {
@@ -44,7 +44,7 @@ def elementwise() -> Iterator[OpOverload]:
 def sample_of(op: OpOverload, kind: str, number: float) -> Sample:
     """A call made from the op's schema: tensors of a kind, and a number for each number. Raises KeyError for others."""
 
-    def made(t: Tensors) -> Any:
+    def arguments(t: Tensors) -> Any:
         args: list[Any] = []
         named: dict[str, Any] = {}
         for a in op._schema.arguments:
@@ -66,7 +66,7 @@ def sample_of(op: OpOverload, kind: str, number: float) -> Sample:
                 args.append(value)
         return call(*args, **named)
 
-    return made
+    return made(arguments)
 
 
 def cases_of(op: OpOverload) -> Iterator[tuple[str, Case]]:
@@ -226,7 +226,7 @@ def test_a_layer_in_front_of_padding_has_its_gradient(name: str) -> None:
 
 def looked_for(op: Any, *arguments: Any, copies: frozenset[int] = frozenset()) -> Any:
     """What the padding of each operand of a call has to hold, where dim 0 of all that have it is padded."""
-    case = Case.of(op, lambda t: call(*arguments))
+    case = Case.of(op, lambda _: call(*arguments))
     (s,) = (s for s in strategies(case.choices, 3) if s.factor == "d0" and any(isinstance(p, Shard) for p in s.inputs))
     return fills(case.choices, Padded.of(case.node, [s], case.choices.signature, copies))
 
@@ -255,9 +255,9 @@ def test_padding_that_is_copied_from_an_input_is_left_alone() -> None:
 
 
 def test_where_no_number_will_do_nothing_is_padded() -> None:
-    case = Case.of(aten.layer_norm.default, lambda t: call(t.real(4, 6), [6], None, None, 0.0))
+    case = Case.of(aten.layer_norm.default, made(lambda t: call(t.real(4, 6), [6], None, None, 0.0)))
     assert case.choices.split("d0", 1, 3, (), 2) is None
-    fine = Case.of(aten.layer_norm.default, lambda t: call(t.real(4, 6), [6], None, None, 1e-5))
+    fine = Case.of(aten.layer_norm.default, made(lambda t: call(t.real(4, 6), [6], None, None, 1e-5)))
     assert fine.choices.split("d0", 1, 3, (), 2) is not None
 
 
@@ -268,7 +268,7 @@ def test_in_16_bits_exponentials_and_powers_overflow_earlier() -> None:
 
 
 def test_a_number_in_the_padding_is_judged_by_itself() -> None:
-    case = Case.of(aten.acos.default, lambda t: call(t.real(4, 6).tanh()))
+    case = Case.of(aten.acos.default, made(lambda t: call(t.real(4, 6).tanh())))
     (s,) = (s for s in strategies(case.choices, 3) if s.factor == "d0" and any(isinstance(p, Shard) for p in s.inputs))
     padded = Padded.of(case.node, [s], case.choices.signature, frozenset())
     assert [finite(case.choices, padded, (x,)) for x in (0.5, 1.0, 2.0, None)] == [True, False, False, False]

@@ -21,7 +21,7 @@ from shardc.verify.rules.case import Case
 from shardc.verify.rules.compare import differs, dual, spread
 from shardc.verify.rules.prove import too_strict
 from tests.rules.making import prove
-from tests.rules.samples import SAMPLES, Tensors, call
+from tests.rules.samples import SAMPLES, Tensors, call, made
 from tests.rules.torch_ops import KNOWN, checked
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ def test_finds_what_an_op_raises_on_parts_that_do_not_fit() -> None:
 def test_finds_a_rule_that_is_too_strict(
     op: Any, args: tuple[Any, ...], notation: str, linear: str, looser: str
 ) -> None:
-    found = too_strict(op, [lambda t: call(t.real(4, 12), *args)], rule=Rule(op, notation, linear))
+    found = too_strict(op, [made(lambda t: call(t.real(4, 12), *args))], rule=Rule(op, notation, linear))
     assert [f.strategy for f in found] == [looser]
     assert str(found[0]).endswith(
         "comes out right, but the rule forbids it (f64[4, 12]" + "".join(f", {a}" for a in args) + ")"
@@ -198,7 +198,7 @@ def test_duals() -> None:
 
 def test_an_op_without_a_rule_has_no_case() -> None:
     with pytest.raises(AssertionError, match=r"aten.cross.default has no rule"):
-        Case.of(aten.cross.default, lambda t: call(t.real(4, 3), t.real(4, 3)))
+        Case.of(aten.cross.default, made(lambda t: call(t.real(4, 3), t.real(4, 3))))
 
 
 # --- reshapes ---------------------------------------------------------------------------------------------------------

@@ -66,13 +66,7 @@ def registry() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "sample",
-    [
-        given,
-        given(),
-        (given(), {"by": 3.0}),
-        lambda: (given(), {"by": 3.0}),
-        lambda t: ((t.real(4, 12), t.real(12)), {"by": 0.5}),
-    ],
+    [given, given(), (given(), {"by": 3.0}), lambda: (given(), {"by": 3.0})],
 )
 def test_a_right_rule_is_proven_on_its_samples(sample: Any) -> None:
     shardc.rule(scaled, "... d, d -> ... d", linear="0 | 1", samples=[sample])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from shardc.ir.types import full_op_name
-from shardc.rules.core.sample_calls import Arguments, Sample, Tensors
+from shardc.rules.core.user_ops import Arguments, Sample
 from shardc.torch_private import OpOverload
 from shardc.verify.rules import variants
 from shardc.verify.rules.case import UNDEFINED, Case, Finding
@@ -108,8 +110,8 @@ def _variants(op: Any, sample: Sample, case: Case) -> Iterator[tuple[str, Sample
 def rewritten(sample: Sample, position: int, name: str, value: Any) -> Sample:
     """The sample with another argument, given by position if it reaches so far, else by name."""
 
-    def made(t: Tensors) -> Arguments:
-        args, kwargs = sample(t)
+    def made(constants: list[Tensor]) -> Arguments:
+        args, kwargs = sample(constants)
         if position < len(args):
             return (*args[:position], value, *args[position + 1 :]), kwargs
         return args, {**kwargs, name: value}

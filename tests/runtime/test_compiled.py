@@ -28,7 +28,7 @@ from tests import stand_in_compiler, zoo
 from tests.passes.test_joint import SPECS, built, compiled, momentum, same
 from tests.zoo import hf, hf_more
 
-module: Any = importlib.import_module("shardc.runtime.compiled.regions")
+module: Any = importlib.import_module("shardc.runtime.compiled.region_calls")
 cut, inductor = stand_in_compiler.cut, stand_in_compiler.inductor
 CASES = (
     *("tp", "sp", "zero 3", "pipeline", "zero bubbles, v, zero 3, recomputed", "pairs, v, zero 3", "recompute cheap"),

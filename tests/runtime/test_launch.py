@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -216,3 +217,52 @@ def test_lines_are_shown_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFi
         (tmp_path / "seen").touch()
         assert p.stderr.read().splitlines() == ["late"]
     assert p.returncode == 0
+
+
+FOREIGN = """
+import multiprocessing, torch
+from .rows import Rows, stack
+
+def model(): return torch.nn.Linear(8, 1)
+def batch(): return {"input": torch.ones(4, 8)}
+def loss(output, batch): return output.square().mean()
+def square(i): return i * i
+def data(split):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(square, [3]) == [9]
+    how = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+    return torch.utils.data.DataLoader(Rows(), 4, collate_fn=stack, **how) if split == "train" else None
+"""
+ROWS = """
+import torch
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return torch.full((8,), float(i))
+def stack(samples): return {"input": torch.stack(samples)}
+"""
+
+
+def test_processes_that_a_model_file_starts_know_it_and_have_sockets(tmp_path: Path) -> None:
+    """Workers and a pool, new interpreters, of a file in a package; TMPDIR is too long for a socket's name."""
+    temporary = tmp_path / ("long" * 25)
+    for folder in (temporary, tmp_path / "pkg"):
+        folder.mkdir()
+    (tmp_path / "pkg/model.py").write_text(FOREIGN)
+    (tmp_path / "pkg/rows.py").write_text(ROWS)
+    (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {dp: 1}\n")
+    command = [sys.executable, "-m", "shardc", "run", "pkg/model.py", "spec.yaml", "--steps", "2"]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, timeout=240, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "2 steps" in run.stdout
+    assert [p.name for p in temporary.iterdir() if "inductor" not in p.name] == []
+
+
+def test_a_temporary_folder_with_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * launch.LONGEST)))
+    assert launch.temporary_folder() == "/tmp"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ShardcError, match=rf"TMPDIR(.|\n)*at most {launch.LONGEST} bytes"):
+        launch.temporary_folder()
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (launch.LONGEST - 1))
+    assert launch.temporary_folder() == tempfile.tempdir

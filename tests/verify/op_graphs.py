@@ -261,7 +261,7 @@ class Maker:
         tensors = Tensors(self.rng.randrange(1 << 30))
         args, kwargs = sample(tensors)
         every = tensors_in((args, kwargs))
-        free = [is_real(x) and not any(x is c for c in tensors.constants) and bool((x < 0).any()) for x in every]
+        free = [is_real(x) and not any(x is c for c in tensors) and bool((x < 0).any()) for x in every]
         domain = not any(free)  # such as logarithms, and decompositions of definite matrices
 
         def operand(x: Any) -> Any:
@@ -269,11 +269,11 @@ class Maker:
                 raise Refused
             if not isinstance(x, Tensor):
                 return x
-            if is_real(x) and not domain and not any(x is c for c in tensors.constants) and bool((x < 0).any()):
+            if is_real(x) and not domain and not any(x is c for c in tensors) and bool((x < 0).any()):
                 if self.rng.random() < 0.8 and (found := self.fitting(tuple(x.shape))) is not None:
                     return found
                 return self.leaf(integers(x, self.rng))
-            return self.leaf(x, constant=not is_real(x) or any(x is c for c in tensors.constants))
+            return self.leaf(x, constant=not is_real(x) or any(x is c for c in tensors))
 
         args, kwargs = fx.node.map_aggregate((tuple(args), dict(kwargs)), operand)
         self.call(op, *args, **kwargs)

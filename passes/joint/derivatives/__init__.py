@@ -135,7 +135,7 @@ class Rules:
     # --- backward
 
     def rule(self, node: fx.Node, request: Request, part: str = "whole") -> Rule:
-        """Return the derivative of a call, or a part of it (shardc.passes.joint.order)."""
+        """Return the derivative of a call, or a part of it (shardc.passes.joint.autograd_order)."""
         call = self.template(node)
         key = (part, call.key, request)
         if key not in self._rules:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardc.ir.program import Program
-from shardc.passes.joint.derivatives.record import Ref
+from shardc.passes.joint.derivatives.record import Ref, map_refs
 from shardc.passes.joint.derivatives.template import Template
 from shardc.runtime.mesh.shapes import ShapeMesh
 from shardc.runtime.rng import Rng
@@ -26,11 +26,13 @@ class Rank:
         """Return the object for "mesh" or "rng"."""
         return self._mesh if name == "mesh" else self._rng
 
-    def value(self, r: Ref, operands: Sequence[Any]) -> Any:
-        """Return the value of a Ref in a call: one of these operands for "x", or that of "mesh" or "rng"."""
-        return self.named(r.kind) if r.kind in ("mesh", "rng") else operands[r.index]
-
     def run(self, call: Template, operands: Sequence[Any]) -> list[Any]:
         """Run a call and return its result, or results, as a list."""
-        result = call.call(lambda r: self.value(r, operands))
+
+        def put(r: Ref) -> Any:
+            if r.kind == "n":
+                return call.names[r.index]
+            return operands[r.index] if r.kind == "x" else self.named(r.kind)
+
+        result = call.target(*map_refs(call.args, put), **{k: map_refs(a, put) for k, a in call.kwargs.items()})
         return list(result) if isinstance(result, (tuple, list)) else [result]

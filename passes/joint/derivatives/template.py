@@ -12,13 +12,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from shardc.ir.graph import operands_of, producer_of
+from shardc.ir.types import typed_key
 from shardc.passes.joint.derivatives.record import Ref, map_refs
 from shardc.torch_private import OpOverload
 
@@ -39,14 +40,6 @@ class Template(NamedTuple):
     kwargs: dict[str, Any]
     names: tuple[Any, ...]
     key: int
-
-    def call(self, value: Callable[[Ref], Any]) -> Any:
-        """Run the call. value: returns an operand, the mesh, or rng."""
-
-        def put(r: Ref) -> Any:
-            return self.names[r.index] if r.kind == "n" else value(r)
-
-        return self.target(*map_refs(self.args, put), **{k: map_refs(a, put) for k, a in self.kwargs.items()})
 
     def split_operands(self) -> tuple[Template, list[int]]:
         """Return (the call with one operand per place of a tensor in its arguments, which operand each was)."""
@@ -87,7 +80,7 @@ def template(node: fx.Node) -> Template:
     args = tuple(name(a) if i in at else put(a) for i, a in enumerate(node.args))
     kwargs = {k: name(node.kwargs[k]) if k in called else put(node.kwargs[k]) for k in sorted(node.kwargs)}
     operands = tuple(map(producer_of, order))
-    key = _NUMBERS.setdefault((node.target, _key(args), *_items(kwargs)), next(_NEXT))
+    key = _NUMBERS.setdefault((node.target, typed_key((args, kwargs))), next(_NEXT))
     return Template(node.target, operands, args, kwargs, tuple(names), key)
 
 
@@ -107,14 +100,3 @@ def _named(target: Any) -> tuple[frozenset[int], frozenset[str]]:
     parameters = list(inspect.signature(target).parameters)
     called = {"tag", "index"} if "rng" in parameters else {"tag"}
     return frozenset(i for i, p in enumerate(parameters) if p in called), frozenset(called.intersection(parameters))
-
-
-def _items(kwargs: dict[str, Any]) -> Iterator[Hashable]:
-    return ((k, _key(a)) for k, a in kwargs.items())
-
-
-def _key(a: Any) -> Hashable:
-    """Return a key that differs for different arguments: also for 1, 1.0 and True, and for 0.0 and -0.0."""
-    if isinstance(a, (Ref, str)):
-        return a
-    return (type(a), *map(_key, a)) if isinstance(a, (tuple, list)) else (type(a), repr(a))

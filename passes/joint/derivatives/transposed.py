@@ -1,6 +1,6 @@
 """Write by hand the rules of linear ops of shardc, and of products beside a collective.
 
-See shardc.runtime.ops.factors and shardc.passes.joint.order.
+See shardc.runtime.ops.factors and shardc.passes.joint.autograd_order.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Lines:
         if r.kind == "n":
             return self._names[r.index]
         if r.kind in ("mesh", "rng"):
-            return self._rank.value(r, ())
+            return self._rank.named(r.kind)
         t = self.type(r)
         assert t is not None
         return replace(t, grad=False).empty()

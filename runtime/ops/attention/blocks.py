@@ -211,15 +211,7 @@ def _whole_keys(
 
 
 def _whole_keys_backward(
-    needs: Any,
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: list[Block],
-    rule: Rule,
+    needs: Any, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: list[Block], rule: Rule
 ) -> tuple[Tensor, ...]:
     totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]  # sums over blocks
     for r, c, band in plan:
@@ -255,14 +247,7 @@ def as_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tensor,
 
 
 def of_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Sequence[Span],
-    band: Band,
-    scale: float | None,
-    *,
-    grouped: bool,
+    q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Span], band: Band, scale: float | None, *, grouped: bool
 ) -> Tensor:
     """Compute attention of a rank's queries to all keys, restricted to a band.
 

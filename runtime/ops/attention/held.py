@@ -69,14 +69,7 @@ class Held(NamedTuple):
 
 
 def attention_reach(
-    mask: Tensor,
-    mesh: Any,
-    axis: str,
-    shape: Sequence[int],
-    digits: Digits,
-    paddings: Paddings = (),
-    *,
-    tag: str = "",
+    mask: Tensor, mesh: Any, axis: str, shape: Sequence[int], digits: Digits, paddings: Paddings = (), *, tag: str = ""
 ) -> Tensor:
     """Return the first key, and the one after the last, that the queries of each stretch see; else (0, 0).
 

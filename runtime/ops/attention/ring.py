@@ -116,7 +116,7 @@ def _exchange(ring: Ring, part: _Part, send: list[Span], to: int, take: list[Spa
     into = flat.new_empty(n)
     sent, received = [0] * ring.ranks, [0] * ring.ranks
     sent[to], received[source] = flat.numel(), n
-    work = ring.mesh.start_all_to_all_rows(flat, into, sent, received, (ring.axis,), direction=way, tag=ring.tag)
+    work = ring.mesh.start_all_to_all_rows(flat, into, (sent, received), (ring.axis,), direction=way, tag=ring.tag)
     return _Arriving(into, work, (tuple(part.k.shape), tuple(part.v.shape)), take)
 
 

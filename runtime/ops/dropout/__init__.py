@@ -48,11 +48,9 @@ def by_kernel(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: i
     try:
         from shardc.runtime.ops.dropout import kernel as dropout_kernel
     except ModuleNotFoundError as e:
-        raise ShardcError(
-            "dropout on a GPU is a Triton kernel, and Triton is not installed",
-            where=f"dropout {stream}",
-            fix="pip install triton, of the version that this torch names",
-        ) from e
+        fault = "dropout on a GPU is a Triton kernel, and Triton is not installed"
+        fix = "pip install triton, of the version that this torch names"
+        raise ShardcError(fault, where=f"dropout {stream}", fix=fix) from e
     return dropout_kernel.launch(x, words, rows, columns, stream, p)
 
 

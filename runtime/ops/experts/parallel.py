@@ -93,14 +93,14 @@ def experts_route(
     if isinstance(index, FakeTensor):
         ranks, local = _sizes(mesh, tuple(axes), experts, digits, padding, blocks)
         if ranks > 1:
-            mesh.all_to_all_rows(flat.new_empty(ranks, local), [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
+            mesh.all_to_all_rows(flat.new_empty(ranks, local), ([], []), tuple(axes), tag=tag)
         return torch.empty_like(flat), torch.empty(2, ranks, local, dtype=torch.int64)
     place, ranks, local = _places(mesh, tuple(axes), experts, tuple(map(tuple, digits)), padding, blocks, flat.device)
     inside = (flat >= 0) & (flat < experts)
     slot = place[torch.where(inside, flat, experts)]
     order = slot.argsort(stable=True)
     sent = _count(slot, ranks * local + 1)[: ranks * local].view(ranks, local)
-    received = sent if ranks == 1 else mesh.all_to_all_rows(sent, [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
+    received = sent if ranks == 1 else mesh.all_to_all_rows(sent, ([], []), tuple(axes), tag=tag)
     counts = to_host(torch.stack([sent, received]))
     if mesh is not None and mesh.step.routings is not None:
         chosen = _count(torch.where(inside, flat, experts), experts + 1)
@@ -214,10 +214,8 @@ def _route(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], dire
     """Send rows to the ranks that have the experts; return the received ones sorted by expert."""
     if not axes:
         return rows
-    sent, received = _by_rank(rows, counts)
-    return _sorted(
-        mesh.all_to_all_rows(rows, sent, received, axes, direction=direction, tag=tag), counts[1], back=False
-    )
+    came = mesh.all_to_all_rows(rows, _by_rank(rows, counts), axes, direction=direction, tag=tag)
+    return _sorted(came, counts[1], back=False)
 
 
 def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
@@ -225,9 +223,8 @@ def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direc
     if not axes:
         return rows
     sent, received = _by_rank(rows, counts)
-    result: Tensor = mesh.all_to_all_rows(
-        _sorted(rows, counts[1], back=True), received, sent, axes, direction=direction, tag=tag
-    )
+    rows = _sorted(rows, counts[1], back=True)
+    result: Tensor = mesh.all_to_all_rows(rows, (received, sent), axes, direction=direction, tag=tag)
     return result
 
 
@@ -236,7 +233,7 @@ def _start_route(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...]
         return Started(Work(), lambda: rows)
     sent, received = _by_rank(rows, counts)
     into = rows.new_empty(sum(received), *rows.shape[1:])
-    work = mesh.start_all_to_all_rows(rows.contiguous(), into, sent, received, axes, direction=direction, tag=tag)
+    work = mesh.start_all_to_all_rows(rows.contiguous(), into, (sent, received), axes, direction=direction, tag=tag)
     return Started(work, lambda: _sorted(into, counts[1], back=False))
 
 
@@ -246,7 +243,7 @@ def _start_back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...],
     sent, received = _by_rank(rows, counts)
     rows = _sorted(rows, counts[1], back=True).contiguous()
     into = rows.new_empty(sum(sent), *rows.shape[1:])
-    work = mesh.start_all_to_all_rows(rows, into, received, sent, axes, direction=direction, tag=tag)
+    work = mesh.start_all_to_all_rows(rows, into, (received, sent), axes, direction=direction, tag=tag)
     return Started(work, lambda: into)
 
 

@@ -104,12 +104,7 @@ class Guards:
         self.draws = Draws()
 
     def take(
-        self,
-        nodes: Sequence[fx.Node],
-        truth: Callable[[Any], bool],
-        *,
-        loop: bool = False,
-        tried: int = 3,
+        self, nodes: Sequence[fx.Node], truth: Callable[[Any], bool], *, loop: bool = False, tried: int = 3
     ) -> Body | None:
         """Mark the branch at the caller's line as always taken; return None if that is not possible.
 

@@ -35,6 +35,7 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
+from shardc.passes.canonical.decompose import close, tensors_in
 from shardc.rules.core import registry
 from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.torch_library import with_gradient_of
@@ -134,7 +135,7 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
     study: Study = untraced(call.study)
     constants: Sequence[Tensor | None] = [None] * len(call.tensors)
     if study.own:
-        outs = paths = _tensors(forward(cls, call.fresh(), args))
+        outs = paths = tensors_in(forward(cls, call.fresh(), args))
     else:
         inputs = [*(x.detach() for x in call.tensors), *call.tensors]
         gradients = (torch.zeros(y.shape, dtype=y.dtype, device=y.device) for y in call.outs)  # for their shapes only
@@ -233,7 +234,7 @@ class _Call:
     def study(self) -> Study:
         xs = [x.detach() for x in self.tensors]
         _, outputs = self.run(xs)
-        self.outs = _tensors(outputs)
+        self.outs = tensors_in(outputs)
         module = traced_on(
             self.traced, [*xs, *(torch.empty_like(x) for x in xs), *(torch.zeros_like(y) for y in self.outs)]
         )
@@ -277,8 +278,8 @@ class _Call:
         n = len(self.tensors)
         xs, dxs, gs = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
         ctx, outputs = self.run(xs)
-        ys = _tensors(outputs)
-        smooth = [_differentiable(y) and not any(y is q for q in ctx.quiet) for y in ys]
+        ys = tensors_in(outputs)
+        smooth = [values.continuous(y) and not any(y is q for q in ctx.quiet) for y in ys]
         with torch.enable_grad():
             leaves = [g.detach().requires_grad_() if s else g for g, s in zip(gs, smooth, strict=True)]
             grads = self.back(ctx, leaves)
@@ -308,7 +309,7 @@ class _Call:
             except Exception:  # the user's code, on random numbers: no result
                 continue
             if all(bool(g.isfinite().all() and g.any()) for g in (*written, *derived) if g is not None):
-                return all(_close(a, b) for a, b in zip(written, derived, strict=True))
+                return all(close(a, b, SAME) for a, b in zip(written, derived, strict=True))
         return False
 
     def both_gradients(
@@ -317,14 +318,14 @@ class _Call:
         """Return gradients for random incoming ones: by backward, and by autograd through the forward."""
         torch.manual_seed(0)  # forward may draw numbers
         ctx, outputs = self.run(xs)
-        ys = _tensors(outputs)
-        gs = [_random_values(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
+        ys = tensors_in(outputs)
+        gs = [_random_values(y, generator).to(y.dtype) if values.continuous(y) else y for y in ys]
         with torch.no_grad():
             written = self.back(ctx, gs)
         torch.manual_seed(0)
         with torch.enable_grad():
             leaves = [x.requires_grad_(need) for x, need in zip(xs, self.needs, strict=True)]
-            again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
+            again = tensors_in(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
         pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
         grads = _gradients(pairs, [x for x in leaves if x.requires_grad])
         return written, [next(grads, None) if x.requires_grad else None for x in leaves]
@@ -338,14 +339,6 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor])
     return iter(torch.autograd.grad(results, inputs, seeds, allow_unused=True))
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
-    return [y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor)]
-
-
-def _differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def _random_values(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
     """Make random float64 or complex128 numbers, random bools, zeros for indices.
 
@@ -353,19 +346,10 @@ def _random_values(x: Tensor, generator: torch.Generator, near: bool = False) ->
     """
     if x.dtype == torch.bool:
         return torch.randint(2, x.shape, generator=generator).bool()
-    if not _differentiable(x):
+    if not values.continuous(x):
         return torch.full(x.shape, int(near), dtype=x.dtype)
     numbers = torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
     return numbers if not near else 0.1 * (numbers if x.is_complex() else numbers.abs())
-
-
-def _close(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        only = a if a is not None else b
-        return only is None or not bool(only.any())
-    scale = float(b.detach().abs().max()) if b.numel() else 0.0
-    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    return torch.allclose(a.to(wide), b.to(wide), rtol=0, atol=SAME * max(scale, 1.0))
 
 
 # --- what values of a traced graph depend on --------------------------------------------------------------------------

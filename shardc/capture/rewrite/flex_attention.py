@@ -139,10 +139,9 @@ def _check_blocks(block_mask: Sequence[Any]) -> None:
         return
     counts = [x for x in (partial_blocks, full_blocks) if x is not None]
     if untraced(lambda: int(sum(x.long() for x in counts).min())) < which.shape[-1]:
-        raise source.of_call().error(
-            "a block mask of flex_attention leaves out blocks, and has no mask_mod that says so",
-            "make it by create_block_mask(mask_mod, ...), or give from_kv_blocks a mask_mod that hides them, too",
-        )
+        fault = "a block mask of flex_attention leaves out blocks, and has no mask_mod that says so"
+        fix = "make it by create_block_mask(mask_mod, ...), or give from_kv_blocks a mask_mod that hides them, too"
+        raise source.of_call().error(fault, fix)
 
 
 def _no_mask() -> Mod:

@@ -22,7 +22,7 @@ from torch import fx
 from shardc.capture.rewrite import call_like
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.types import op_name
+from shardc.ir.types import continuous, op_name
 from shardc.passes.canonical.rewrite import Args
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
@@ -120,11 +120,9 @@ def functional(node: fx.Node) -> fx.Node:
 
 def without_twin(node: fx.Node) -> ShardcError:
     """Return the error for an in-place op that has no functional twin."""
-    return ShardcError(
-        f"{node.target} changes a tensor in place, and torch has no op that returns the result instead",
-        where=source.place(node),
-        fix=_INSTEAD.get(op_name(node.target), "use an op that returns a new tensor"),
-    )
+    fault = f"{node.target} changes a tensor in place, and torch has no op that returns the result instead"
+    fix = _INSTEAD.get(op_name(node.target), "use an op that returns a new tensor")
+    return ShardcError(fault, where=source.place(node), fix=fix)
 
 
 def with_zeros(node: fx.Node, value: fx.Node, flows: Callable[[fx.Node], bool], *, whole: bool = True) -> fx.Node:
@@ -135,8 +133,8 @@ def with_zeros(node: fx.Node, value: fx.Node, flows: Callable[[fx.Node], bool], 
     """
     name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
     over = node.all_input_nodes if name in _ZEROS else node.all_input_nodes[: name in _WRITTEN_OVER and whole]
-    over = [n for n in over if _continuous(n) and not _keeps(value, n)]
-    if not _continuous(value) or not any(map(flows, over)):
+    over = [n for n in over if continuous(_val(n)) and not _keeps(value, n)]
+    if not continuous(_val(value)) or not any(map(flows, over)):
         return value
     kept = [value] if value.target is aten.expand.default and flows(value) else []  # copies have their gradient
     path, *terms = *kept, *(call_like(node, aten.mul.Scalar, n, 0, val=_val(n)) for n in over)
@@ -150,10 +148,6 @@ def _keeps(value: fx.Node, x: fx.Node) -> bool:
     while value.target is aten.expand.default and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     return value.target is aten.where.self and x in value.args[1:]
-
-
-def _continuous(node: fx.Node) -> bool:
-    return bool(_val(node).is_floating_point() or _val(node).is_complex())
 
 
 def is_view(node: fx.Node) -> bool:

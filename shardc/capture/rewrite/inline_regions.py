@@ -74,11 +74,8 @@ def _region(
     elif name == "tag_activation_checkpoint":
         sub, *operands = args
     else:
-        raise ShardcError(
-            f"the model uses {name}, which shardc cannot split",
-            where=source.place(call),
-            fix="write it with torch.where, batched ops, or a loop of fixed length",
-        )
+        fix = "write it with torch.where, batched ops, or a loop of fixed length"
+        raise ShardcError(f"the model uses {name}, which shardc cannot split", where=source.place(call), fix=fix)
     module = getattr(owner, str(sub.target))
 
     def crossing(x: Any, to_grad: bool) -> Any:

@@ -29,6 +29,7 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import is_call
+from shardc.passes.canonical.decompose import plain
 from shardc.torch_private import (
     FakeTensor,
     OpOverload,
@@ -69,17 +70,14 @@ def recorded(
     weights, _retain, differentiable, inputs, allow_unused = args
     sources = [traced_node(x) for x in outputs]
     if any(n is None for n in sources):
-        raise source.of_call().error(
-            "a gradient is computed inside a transform of torch.func, where tracing does not see it",
-            "use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
-        )
+        fault = "a gradient is computed inside a transform of torch.func, where tracing does not see it"
+        fix = "use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like"
+        raise source.of_call().error(fault, fix)
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        raise source.of_call().error(
-            "the result does not depend on the tensor with respect to which a gradient is taken",
-            "differentiate a result of that very tensor, or pass allow_unused=True",
-        )
+        fault = "the result does not depend on the tensor with respect to which a gradient is taken"
+        raise source.of_call().error(fault, "differentiate a result of that very tensor, or pass allow_unused=True")
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
     grads = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
     return tuple(next(grads) if traced_node(x) in above else None for x in inputs)
@@ -211,9 +209,9 @@ def _traced(
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*tensors: Tensor) -> list[Tensor | None]:
             seeds, leaves = tensors[: len(results)], dict(zip(operands, tensors[len(results) :], strict=True))
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: leaves[n])
+            args, kwargs = plain(fx.map_arg((node.args, node.kwargs), lambda n: leaves[n]))
             with sdpa_kernel(SDPBackend.MATH):
-                output = function(*_plain(args), **_plain(kwargs))
+                output = function(*args, **kwargs)
             ys = output if isinstance(output, (tuple, list)) else [output]
             return list(
                 torch.autograd.grad(
@@ -293,14 +291,7 @@ def _unfit(node: fx.Node, module: fx.GraphModule) -> bool:
 
 def _real(node: fx.Node) -> bool:
     val = node.meta.get("val")
-    return not isinstance(val, Tensor) or val.is_floating_point() or val.is_complex()
-
-
-def _plain(x: Any) -> Any:
-    """Convert fx's lists, which must not be changed, to plain ones: some ops change them."""
-    return (
-        type(x)(map(_plain, x)) if type(x) is tuple else [_plain(y) for y in x] if isinstance(x, (list, tuple)) else x
-    )
+    return not isinstance(val, Tensor) or values.continuous(val)
 
 
 def _key(target: Any, args: Any, kwargs: Any) -> Any:
@@ -311,4 +302,4 @@ def _key(target: Any, args: Any, kwargs: Any) -> Any:
         or target._schema.is_mutable
     ):
         return None
-    return target, values.typed_key((args, dict(sorted(kwargs.items()))), lambda n: n)
+    return target, values.typed_key((args, kwargs), lambda n: n)

@@ -138,11 +138,8 @@ def _is_out(node: fx.Node) -> bool:
 
 def writes_to_parameter(name: str, node: fx.Node) -> ShardcError:
     """Return the error for a forward that writes to a parameter. name: as it is exported; node: the op."""
-    return ShardcError(
-        f"the forward pass writes to the parameter {name.removeprefix('model.')!r}",
-        where=source.place(node),
-        fix="change parameters outside of forward, or make it a buffer",
-    )
+    fault = f"the forward pass writes to the parameter {name.removeprefix('model.')!r}"
+    return ShardcError(fault, where=source.place(node), fix="change parameters outside of forward, or make it a buffer")
 
 
 def families(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:

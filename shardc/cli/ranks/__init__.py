@@ -1,6 +1,6 @@
 """Run the ranks of `shardc run`, `score` and `generate`: start their processes, and do their work.
 
-start             makes a command's program and job, and starts the processes; job: what each process is started with
+make_job          makes a command's program and job, and starts the processes; job: what each process is started with
 worker            the main function of each process; training_loop: steps, saves, signals; training_data: batches;
                   step_lines: printed lines and the log; step_metrics: FLOPs, MFU, bytes
 forward_jobs      the work of a process for score and generate

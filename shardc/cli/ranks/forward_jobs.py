@@ -34,7 +34,7 @@ def generate(job: Job) -> dict[str, Any]:
     """Generate; return a summary with the new tokens of each prompt, and seconds. Collective."""
     file, program, mesh, forward = _open_job(job)
     if mesh.rank == 0 and not job.quiet:
-        print("\n".join(forward.engine.weight_notes or [file.note] * bool(file.note)), flush=True)
+        print("\n".join(forward.weight_notes or [file.note] * bool(file.note)), flush=True)
     with mesh.together("generating"):
         collect_as_usual()
         start = time.perf_counter()
@@ -48,9 +48,9 @@ def score(job: Job) -> dict[str, Any]:
     file, program, mesh, scorer = _open_job(job)
     with mesh.together("opening the data"):
         seed, fix = job.settings.seed, "name another --split; or return the data to score"
-        data = training_data.needed(scorer.engine, file, job.split, seed, whole=True, where=job.model, fix=fix)
+        data = training_data.needed(scorer, file, job.split, seed, whole=True, where=job.model, fix=fix)
     first = mesh.rank == 0
-    notes = [*(scorer.engine.weight_notes or [file.note] * bool(file.note)), f"data: {data.description}"]
+    notes = [*(scorer.weight_notes or [file.note] * bool(file.note)), f"data: {data.description}"]
     if first and not job.quiet:
         print("\n".join(notes), flush=True)
     collect_as_usual()

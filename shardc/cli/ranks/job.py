@@ -18,7 +18,7 @@ from shardc.optional import registered
 from shardc.recompile import Resizer
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.stage.communicators import runtime_mesh
-from shardc.runtime.state.weight_files import checkpoint_in
+from shardc.runtime.state.checkpoint_folder import checkpoints_in
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
@@ -80,7 +80,7 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
     if not job.weights:
         return file.weights
     named = Path(job.weights)
-    partial = any(registered("runtime", "weights_of", program.features)) and checkpoint_in(named) is None
+    partial = any(registered("runtime", "weights_of", program.features)) and not checkpoints_in(named)
     return (file.weights, named) if partial else named
 
 

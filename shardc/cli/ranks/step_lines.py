@@ -16,7 +16,7 @@ from shardc.api import Program
 from shardc.cli.common import json_text
 from shardc.ir.units import count, per_second, plural, size
 from shardc.layer_names import note_lines
-from shardc.runtime.zero.optimizer_list import class_of, learning_rates, rates_text
+from shardc.runtime.zero.several_optimizers import class_of, learning_rates, rates_text
 
 #: Bounds of the seconds between lines, which are a twentieth of the time so far.
 SOONEST, LATEST = 1.0, 10.0

@@ -27,6 +27,7 @@ from shardc.cli.model_file import seed_everything, takes_parts
 from shardc.errors import ShardcError
 from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader
+from shardc.runtime.data.worker import started
 
 
 class Batches:
@@ -73,7 +74,7 @@ class Batches:
         elif isinstance(self._source, Loader) and self._source.name is None:  # held-out data: the same each time
             self._source.restart()
         self._read = True
-        return iter(self._source)
+        return started(self._source)
 
 
 def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False) -> Batches | None:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardc.api import load
-from shardc.cli.common import json_text, once, saved_in
+from shardc.cli.common import json_text, once
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, save_lock, training_data
 from shardc.cli.ranks.job import Job, joined, weights_of
@@ -43,8 +43,7 @@ from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_m
 from shardc.runtime.stage.profiler_ranges import with_ranges
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw
-
-FIRST_WORD = 3.0  # seconds in which a rank that failed prints its error before the others do
+from shardc.runtime.time_limits import FIRST_WORD
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def run(job: Job) -> dict[str, Any]:
             interpreter=functools.partial(Interpreter, make=with_ranges) if settings.trace else Interpreter,
         )
     if job.resume:
-        engine.load(saved_in(Path(job.resume)), **job.load)
+        engine.load(job.resume, **job.load)
     if engine.step_count > settings.steps:
         fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")

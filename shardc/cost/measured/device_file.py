@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import nearest
+from shardc.ir.similar_names import nearest
 from shardc.machine.device import Device, Link, OpRates, Outside, Products, Reaches
 from shardc.spec import Spec
 
@@ -30,11 +30,8 @@ USUAL = "h100-80g"
 
 def names() -> list[str]:
     """Return the names of the devices of this package."""
-    return sorted(
-        p.name.removesuffix(".yaml")
-        for p in resources.files("shardc.machine").joinpath("devices").iterdir()
-        if p.name.endswith(".yaml")
-    )
+    files = resources.files("shardc.machine").joinpath("devices").iterdir()
+    return sorted(p.name.removesuffix(".yaml") for p in files if p.name.endswith(".yaml"))
 
 
 def known_devices() -> list[Device]:

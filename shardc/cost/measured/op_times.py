@@ -6,7 +6,7 @@ predicted one are the same record, and nothing has to be matched by name.
 
 On a CPU the op runs when it is called. On a GPU it is queued: the device is kept busy first, so that the host is
 ahead, and two events around the op time its kernels. The whole step takes longer when measured; its ops do not. Ops
-inside of a collective count as part of it; its wait is measured (shardc.runtime.mesh.waits).
+inside of a collective count as part of it; its wait is measured (shardc.runtime.mesh.wait_times).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from shardc.cost.ledger import Ledger, tensors_in
 from shardc.machine.work import Op
 from shardc.runtime.mesh.base import RankMesh
-from shardc.runtime.mesh.waits import Wait, event
+from shardc.runtime.mesh.wait_times import Wait, event
 from shardc.torch_private import busy_gpu
 
 #: The kind of storages that no op of the step has made.
@@ -163,10 +163,7 @@ class OpTimes(Ledger):
             self._waiting.append((part, op._replace(of=""), self._last))
 
     def _note(self, part: str, op: Op, seconds: float) -> None:
-        entry = self._found.get((part, op))
-        if entry is None:
-            self._found[part, op] = OpTime(part, op, 1, seconds, seconds)
-            return
+        entry = self._found.setdefault((part, op), OpTime(part, op, 0, 0.0, seconds))
         entry.count += 1
         entry.seconds += seconds
         entry.least = min(entry.least, seconds)

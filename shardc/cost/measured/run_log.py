@@ -62,9 +62,8 @@ def read(folder: str | Path, *, timed: bool = True) -> RunLog:
         lines = [json.loads(x) for x in file.read_text(encoding="utf-8").splitlines()]
         steps = [MeasuredStep.of_json(json.loads(x.read_text())) for x in sorted(folder.glob("ops-step*-rank*.json"))]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ShardcError(
-            f"this is not a log of `shardc run`: {e}", where=str(folder), fix="name another folder"
-        ) from None
+        fault = f"this is not a log of `shardc run`: {e}"
+        raise ShardcError(fault, where=str(folder), fix="name another folder") from None
     if not lines or "seconds" not in lines[-1]:
         raise ShardcError(f"{file} has no step", where=str(folder), fix="run some steps first")
     if timed and not steps:

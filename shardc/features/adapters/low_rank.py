@@ -19,7 +19,6 @@ from torch import fx
 
 from shardc.errors import Errors
 from shardc.features.adapters.program import MAGNITUDE, A, Adapter, B, adapter_fqn
-from shardc.features.adapters.section import Adapter as Entry
 from shardc.features.adapters.section import of
 from shardc.ir.graph import operands_of, placeholders, source_of, stored_alone, value_of
 from shardc.ir.patterns import names_weight
@@ -75,24 +74,31 @@ class LowRank:
         self.entries = of(self.spec).adapters
         self.emit = Emit(graph, nodes["rng"])
         self.last = nodes[program.params[-1].name]
-        adapted: set[int] = set()
+        self.aliases = program.module_aliases
+        adapted, beaten = set[int](), set[int]()
         parts = sorted(filter(_quantised, program.params), key=lambda p: math.prod(p.shape))
         largest = {whole_name(p.fqn): p.name for p in parts}.values()  # the part with the numbers, not the scales
         for p in program.params:
-            index = next((i for i, e in enumerate(self.entries) if _names(e, p)), None)
             quantised = _quantised(p)
-            if index is None or (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
+            if (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
                 continue
-            uses = list((_quantised_uses if quantised else _uses)(nodes[p.name]))
-            if uses:
-                adapted.add(index)
-                self._adapt(p, self.entries[index], index, uses)
+            every = list((_quantised_uses if quantised else _uses)(nodes[p.name]))
+            groups: dict[tuple[str, ...], list[_Use]] = {}
+            for use in filter(None, every):  # by the names of the weight in the module that multiplies
+                names = (self._inside(p, use) or (p.fqn,)) if p.aliases else p.names
+                groups.setdefault(names, []).append(use)
+            for names, uses in groups.items():
+                matching = [i for i, e in enumerate(self.entries) if any(names_weight(e.match, n) for n in names)]
+                if matching:
+                    adapted.add(matching[0])
+                    beaten.update(matching[1:])
+                    self._adapt(p, names, matching[0], uses, whole=None not in every and len(groups) == 1)
         for i, e in enumerate(self.entries):
             if i in adapted or ("adapters", i, "match") in self.wrong:
                 continue
             fault = f"{e.match!r} names no weight of a product that supports an adapter"
             fix = "name linear layers, or experts; not embeddings, norms, convolutions or biases"
-            if any(_names(x, p) for x in self.entries[:i] for p in program.params if _names(e, p)):
+            if i in beaten:
                 fault, fix = f"{e.match!r} never wins: entries before it match all that it matches", "move it up"
             self.errors.add(fault, where=self.spec.where(("adapters", i, "match")), fix=fix)
         number_random(graph)
@@ -103,21 +109,28 @@ class LowRank:
 
     # --- one weight
 
-    def _adapt(self, p: Param, entry: Entry, number: int, uses: Sequence[_Use]) -> None:
-        """Write adapter `number` of the spec beside one weight."""
-        where = self.spec.where(("adapters", number))
+    def _inside(self, p: Param, use: _Use) -> tuple[str, ...]:
+        """Return the names of a weight in the module that multiplies by it; () if that is the module of others."""
+        module = source_of(use.call).module
+        around = self.aliases.get(module, (module,))
+        return tuple(n for n in p.names if whole_name(n).rpartition(".")[0] in around)
+
+    def _adapt(self, p: Param, names: Sequence[str], number: int, uses: Sequence[_Use], *, whole: bool) -> None:
+        """Write adapter `number` of the spec beside one weight, where it is used by these names."""
+        where, entry = self.spec.where(("adapters", number)), self.entries[number]
+        fqn = p.fqn if p.members else names[0]
         grouped, flipped = any(u.place < 0 for u in uses), uses[0].stored
         if len(p.shape) > 3 or any(u.stored != flipped for u in uses):
-            fault = f"{p.fqn} is multiplied in a way that adapters do not support: {source_of(uses[0].call)}"
+            fault = f"{fqn} is multiplied in a way that adapters do not support: {source_of(uses[0].call)}"
             self.errors.add(fault, where=where, fix="leave it out of `match`")
             return
         if grouped and (entry.dropout or entry.kind == "dora"):
             option = "dropout" if entry.dropout else "kind: dora"
-            fault = f"{option} of adapters of experts ({p.fqn}): the input of an expert is known only inside its op"
+            fault = f"{option} of adapters of experts ({fqn}): the input of an expert is known only inside its op"
             self.errors.add(fault, where=where, fix=f"a separate entry for experts, without {option}")
             return
         if entry.kind == "dora" and _quantised(p):
-            fault = f"kind: dora of {whole_name(p.fqn)}: it is quantised, and has no rows whose lengths are known"
+            fault = f"kind: dora of {whole_name(fqn)}: it is quantised, and has no rows whose lengths are known"
             self.errors.add(fault, where=where, fix="kind: lora, or rslora")
             return
         *experts, rows, columns = shape = _shape(p, uses[0])
@@ -125,11 +138,13 @@ class LowRank:
         out, into = (len(shape) - 1, len(shape) - 2) if flipped else (len(shape) - 2, len(shape) - 1)
         last = len(shape) - 1
         dtype = p.dtype if not _quantised(p) else _floating(uses[0])
-        a = self._param(p, dtype, A, (*experts, entry.rank, k), {0: 0, into: last} if experts else {into: last})
-        b = self._param(p, dtype, B, (*experts, n, entry.rank), {0: 0, out: last - 1} if experts else {out: last - 1})
-        m = self._param(p, dtype, MAGNITUDE, (n,), {out: 0}) if entry.kind == "dora" else None
-        names, alpha = (a.name, b.name, m.name if m is not None else ""), entry.alpha or float(entry.rank)
-        adapter = Adapter(p.name, *names, entry.kind, entry.rank, alpha, entry.dropout, flipped)
+        a = self._param(p, fqn, dtype, A, (*experts, entry.rank, k), {0: 0, into: last} if experts else {into: last})
+        b_dims = {0: 0, out: last - 1} if experts else {out: last - 1}
+        b = self._param(p, fqn, dtype, B, (*experts, n, entry.rank), b_dims)
+        m = self._param(p, fqn, dtype, MAGNITUDE, (n,), {out: 0}) if entry.kind == "dora" else None
+        made, alpha = (a.name, b.name, m.name if m is not None else ""), entry.alpha or float(entry.rank)
+        inside = all(u.place < 0 or self._inside(p, u) for u in uses)
+        adapter = Adapter(p.name, *made, entry.kind, entry.rank, alpha, entry.dropout, flipped, inside, whole)
         self.adapters.append(adapter)
         for use in uses:
             self.emit.source = source_of(use.call)
@@ -146,15 +161,15 @@ class LowRank:
                 self._add_adapter(use, factors, self.emit.cast(m, dtype) if m is not None else None, adapter)
 
     def _param(
-        self, base: Param, dtype: torch.dtype, part: str, shape: tuple[int, ...], dims: dict[int, int]
+        self, base: Param, named: str, dtype: torch.dtype, part: str, shape: tuple[int, ...], dims: dict[int, int]
     ) -> fx.Node:
-        """Add a parameter of an adapter, and return its node. dims: {dim of the weight: dim split like it}."""
+        """Add a parameter beside a weight of this name; return its node. dims: {dim of the weight: its own dim}."""
         shards = {
             axis: replace(s, dim=dims[s.dim]) if isinstance(s, Shard) and s.dim in dims else None
             for axis, s in (base.layout.items if len(base.shape) > 1 else ())  # nothing is known of blocks in a row
         }
         layout = Layout(tuple((axis, s) for axis, s in shards.items() if s is not None))
-        fqn = adapter_fqn(base.fqn, part)
+        fqn = adapter_fqn(named, part)
         graph = self.program.graph
         with graph.inserting_after(self.last):
             node = graph.placeholder("".join(c if c.isalnum() else "_" for c in fqn).strip("_"))
@@ -222,11 +237,6 @@ class LowRank:
         return emit(aten.add.Tensor, w, delta)
 
 
-def _names(entry: Entry, p: Param) -> bool:
-    """Return whether an entry names this weight, or the module that it is in."""
-    return any(names_weight(entry.match, n) for n in p.names)
-
-
 def _quantised(p: Param) -> bool:
     return whole_name(p.fqn) != p.fqn
 
@@ -283,8 +293,9 @@ def _quantised_uses(part: fx.Node) -> Iterator[_Use]:
                 todo.append((user, turned != turns))
 
 
-def _uses(node: fx.Node) -> Iterator[_Use]:
-    """Yield the products that take a weight, unchanged, cast or transposed."""
+def _uses(node: fx.Node) -> Iterator[_Use | None]:
+    """Yield the products that take a weight, unchanged, cast or transposed; None for any other use."""
+    matrix = len(value_of(node).shape) == 2
     for user in node.users:
         if user.target is _CAST:
             yield from _uses(user)
@@ -292,12 +303,12 @@ def _uses(node: fx.Node) -> Iterator[_Use]:
             yield _Use(user, node, -1, flipped, flipped)
         elif user.target is aten.bmm.default and user.args[1] is node:
             yield _Use(user, node, -1, flipped=True, stored=True)
-        elif user.target in _PRODUCTS and len(value_of(node).shape) == 2:
-            _, place, _, flipped = _PRODUCTS[user.target]
-            if user.args[place] is node:
-                yield _Use(user, node, place, flipped, flipped)
-        elif user.target is aten.transpose.int and len(value_of(node).shape) == 2:
-            yield from (replace(u, stored=not u.stored) for u in _uses(user))
+        elif matrix and user.target in _PRODUCTS and user.args[(at := _PRODUCTS[user.target])[1]] is node:
+            yield _Use(user, node, at[1], at[3], at[3])
+        elif matrix and user.target is aten.transpose.int:
+            yield from (u and replace(u, stored=not u.stored) for u in _uses(user))
+        else:
+            yield None
 
 
 #: Ops that weights pass on their way to `ops.experts`.

@@ -13,6 +13,7 @@ split like its weight.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from shardc.ir.types import carries_gradient, requires_grad
 from shardc.optional import registered
 from shardc.passes import Entry
 from shardc.passes.base import Pass
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -48,7 +49,8 @@ class Adapt(Pass):
 
     def run(self, program: Program) -> Program:
         program = replace(program, graph=copy_graph(program.graph))
-        before = {n: _Before.of(n) for n in calls(program.graph)}
+        flags = {n: [v.requires_grad for v in values_of(n)] for n in calls(program.graph)}
+        before = {n: (x, any(map(requires_grad, operands_of(n)))) for n, x in flags.items()}
         errors = Errors()
         sections = section.of(self.spec)
         freeze = sections.freeze or (("*",) if sections.adapters else ())
@@ -86,22 +88,11 @@ def _frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:
 PASSES = (("annotate", Entry("adapt", Adapt, "plans are of models without adapters; these are split like weights")),)
 
 
-@dataclass(frozen=True)
-class _Before:
-    """A call before the pass: which of its results had a gradient, and whether an operand had one."""
-
-    results: tuple[bool, ...]
-    operands: bool
-
-    @classmethod
-    def of(cls, node: fx.Node) -> _Before:
-        return cls(tuple(v.requires_grad for v in values_of(node)), any(map(requires_grad, operands_of(node))))
-
-
-def _type_gradients(program: Program, before: Mapping[fx.Node, _Before]) -> None:
+def _type_gradients(program: Program, before: Mapping[fx.Node, tuple[list[bool], bool]]) -> None:
     """Remove the gradients of values that no trained parameter reaches.
 
-    A call that cut the gradient of an operand still does. If no operand had one, the op decides.
+    before: of a call, which of its results had a gradient, and whether an operand had one. A call that cut the gradient
+    of an operand still does. If no operand had one, the op decides.
     """
     nodes = placeholders(program.graph)
     for p in program.params:
@@ -111,16 +102,10 @@ def _type_gradients(program: Program, before: Mapping[fx.Node, _Before]) -> None
             node.meta["value"] = node.args[0].meta["value"][node.args[1]]
         if not is_call(node):
             continue
-        was = before.get(node)
-        if was is None:
-            reached = carries_gradient(node.target, node.args, node.kwargs)
-            carries = [reached] * len(values_of(node))
-        elif was.operands:
-            reached = any(map(requires_grad, operands_of(node)))
-            carries = [reached and x for x in was.results]
-        else:
-            carries = [carries_gradient(node.target, node.args, node.kwargs)] * len(was.results)
-        flags = iter(carries)
+        results, had = before.get(node, ([], False))
+        reached = any(map(requires_grad, operands_of(node)))
+        own = itertools.repeat(carries_gradient(node.target, node.args, node.kwargs))
+        flags = (reached and x for x in results) if had else own
 
         def put(v: Any, flags: Any = flags) -> Any:
             floating = v.dtype.is_floating_point or v.dtype.is_complex

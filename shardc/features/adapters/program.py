@@ -28,6 +28,8 @@ class Adapter:
     """The matrices beside one weight. base, a, b, magnitude: placeholders; magnitude: "" except for dora.
 
     flipped: the weight is [.., in, out], not [.., out, in]. kind, rank, alpha, dropout: from the spec's entry.
+    inside: the weight's own module multiplies by it, which peft adapts. whole: all uses of the weight have the adapter,
+    so that they can be merged.
     """
 
     base: str
@@ -39,6 +41,8 @@ class Adapter:
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     dropout: Annotated[float, Field(ge=0, lt=1)]
     flipped: bool = False
+    inside: bool = True
+    whole: bool = True
 
     @property
     def scale(self) -> float:
@@ -58,6 +62,13 @@ STORED = {"adapters": tuple[Adapter, ...]}
 def adapter_fqn(weight: str, part: str) -> str:
     """Return the name of an adapter's part beside a weight."""
     return f"{whole_name(weight).removesuffix('.weight')}.{part}"
+
+
+def adapted_weights(program: Program, adapter: Adapter) -> tuple[str, ...]:
+    """Return the weights that it is beside: members of a stack; of the names of a tied weight, that of its module."""
+    base, a = (program.params_by_name[n] for n in (adapter.base, adapter.a))
+    named = base.members or (n for n in base.names if adapter_fqn(n, A) == a.fqn)
+    return tuple(map(whole_name, named))
 
 
 def adapters(program: Program) -> tuple[Adapter, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from shardc.features.fp8.casts import powers
-from shardc.features.fp8.recipe import ALIGNED, BLOCK, Recipe
+from shardc.features.fp8.recipe import Recipe
 from shardc.torch_private import FakeTensor, multiplies_float8_on_cpu
 
 
@@ -38,8 +38,7 @@ def has_kernel(x: Tensor, recipe: Recipe, *sizes: int) -> bool:
 
     sizes: of the product, without its rows. A tensor without data represents one on a GPU that supports it.
     """
-    multiple = BLOCK if recipe.blocks else ALIGNED
-    if x.dtype is not torch.bfloat16 or any(n % multiple for n in sizes):
+    if x.dtype is not torch.bfloat16 or any(n % recipe.multiple for n in sizes):
         return False
     return isinstance(x, FakeTensor) or _on(x.device, recipe.blocks)
 

@@ -29,7 +29,7 @@ from shardc.features.fp8 import section
 from shardc.features.fp8.experts import fp8_experts, fp8_experts_apply
 from shardc.features.fp8.packed_inputs import PackedInputs
 from shardc.features.fp8.products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear
-from shardc.features.fp8.recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
+from shardc.features.fp8.recipe import RECIPES, Recipe, along
 from shardc.features.fp8.rounding import fp8_amax, fp8_grad, fp8_round, fp8_round_grad, granules
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
 from shardc.ir.metadata import Value
@@ -46,7 +46,7 @@ from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 
 aten = torch.ops.aten
 _CAST = aten._to_copy.default
@@ -80,7 +80,7 @@ class Products(Pass):
                     writer.experts(node)
             if node.target not in PRODUCTS or (p := chosen.weight(node)) is None:
                 continue
-            if why := _unfit(node, BLOCK if products.recipe == "mxfp8" else ALIGNED):
+            if why := _unfit(node, RECIPES[products.recipe].multiple):
                 left.setdefault(why, []).append(p.fqn)
             elif several and value_of(node).requires_grad and node not in of_batch:
                 left.setdefault(_ALIKE, []).append(p.fqn)
@@ -152,7 +152,8 @@ class _Chosen:
         sizes = (n for at in (UP, DOWN) for n in value_of(node.args[at]).shape[1:])  # type: ignore[arg-type]
         if value_of(node.args[0]).dtype == torch.float16:  # type: ignore[arg-type]
             return "its input is not bfloat16 or float32"
-        return f"sizes are not multiples of {ALIGNED}" if any(n % ALIGNED for n in sizes) else ""
+        multiple = RECIPES[recipe].multiple
+        return f"sizes are not multiples of {multiple}" if any(n % multiple for n in sizes) else ""
 
     def _param(self, w: Any) -> Param | None:
         while isinstance(w, fx.Node) and w.target is _CAST:

@@ -44,6 +44,11 @@ class Recipe(NamedTuple):
         """Whether a row has several scales."""
         return self.x[1] > 0
 
+    @property
+    def multiple(self) -> int:
+        """The number of which sizes have to be multiples."""
+        return BLOCK if self.blocks else ALIGNED
+
     def of_weight(self, transposed: bool) -> tuple[int, int]:
         """Return the granule of a weight [out, in]; transposed: [in, out]."""
         return (self.weight[1], self.weight[0]) if transposed else self.weight

@@ -74,13 +74,12 @@ class Exchange:
 
     def _start(self, i: int, way: _BucketPieces, read: Callable[[Piece], Tensor], direction: str) -> _Flight:
         """Start the messages of a bucket in one direction."""
-        sent, received = way.counts
         dtype, device = self._buckets[i][1], self._mesh.device
         flat = [read(p).reshape(-1).to(device) for pieces in way.sent for p in pieces]
         x = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-        into = torch.empty(sum(received), dtype=dtype, device=device)
+        into = torch.empty(sum(way.counts[1]), dtype=dtype, device=device)
         options = {"direction": direction, "tag": f"matrices{i}"}
-        work = self._mesh.start_all_to_all_rows(x, into, sent, received, self._routes.axes, **options)
+        work = self._mesh.start_all_to_all_rows(x, into, way.counts, self._routes.axes, **options)
         return _Flight(way, work, x, into)
 
     def _land(self, begun: Sequence[_Flight], room: Callable[[Piece], Tensor]) -> None:

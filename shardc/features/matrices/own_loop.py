@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardc.runtime.state.owners import Owners, OwnersOptimizer
-from shardc.runtime.zero.optimizer_list import class_of
+from shardc.runtime.zero.several_optimizers import class_of
 
 
 class MatricesOptimizer(OwnersOptimizer):

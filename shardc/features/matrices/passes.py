@@ -26,7 +26,7 @@ from shardc.passes.annotate.kv_heads import shape_of, source_params
 from shardc.passes.base import Pass
 from shardc.rules import attention
 from shardc.spec import Spec
-from shardc.spec.names import Names
+from shardc.spec.model_names import Names
 
 aten = torch.ops.aten
 

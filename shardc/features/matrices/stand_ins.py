@@ -20,7 +20,7 @@ from shardc.ir.stored import Param
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.named_parameters import NamedParameters, inner_matrices, stand_in
 from shardc.runtime.zero.optimizer_check import has_param_shape, needs_whole
-from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.zero.several_optimizers import members_of
 
 
 class MatrixStandIns:

@@ -29,7 +29,7 @@ from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
 from shardc.runtime.state.owners import Owners
 from shardc.runtime.zero.optimizer_check import multiplies
-from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.zero.several_optimizers import members_of
 from shardc.runtime.zero.trained_params import trained_params
 
 if TYPE_CHECKING:

@@ -94,7 +94,7 @@ class Moves:
             for s, place in _places(sent, x):
                 place.copy_(s.box.of(have[s.wanted.have.key]))
             work = self._mesh.start_all_to_all_rows(
-                x, into, counts, from_each, self._mesh.layout.names, direction="state", tag="reshard"
+                x, into, (counts, from_each), self._mesh.layout.names, direction="state", tag="reshard"
             )
             work.wait()
             for s, place in _places(received, into):

@@ -26,7 +26,7 @@ from shardc.runtime.state.saving_optimizer import combined, fill, room_for, stat
 from shardc.runtime.zero.buckets import Buckets
 
 if TYPE_CHECKING:
-    from shardc.runtime.step.saver import Saver
+    from shardc.runtime.step.engine_state import Saver
 
 
 class End(Protocol):

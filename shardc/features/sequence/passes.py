@@ -23,14 +23,15 @@ from shardc.features.sequence.scans import split_by_other_dims
 from shardc.features.sequence.section import Sequence
 from shardc.ir.graph import placeholders, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import did_you_mean, enclosing, match
+from shardc.ir.patterns import enclosing, match
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
+from shardc.ir.similar_names import did_you_mean
 from shardc.ir.stored import Input
 from shardc.ir.types import behind
 from shardc.passes.annotate import weight_axes
+from shardc.passes.annotate.batch_rows import input_name
 from shardc.passes.annotate.indivisible import indivisible_dim
-from shardc.passes.annotate.inputs import input_name
 from shardc.passes.annotate.padding import padded
 from shardc.rules.attention import OPS
 from shardc.rules.core.op_call import call_of

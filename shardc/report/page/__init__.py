@@ -3,7 +3,7 @@
 data            all that the page shows, as JSON: graphs, spec_lines, messages (collectives, buckets), step (times and
                 memory); 80 equal layers are shown once (shardc.ir.repeats)
 page.html       the frame of all pages; inspect.html: header, panels, dialogs; page.css: their style; picture.css:
-                colours, and styles of pictures
+                that of pictures; colours.css: all colours
 DRAWING         the scripts that draw, in their order: each panel is one file. They make elements as plain values, and
                 need no document: so docs/drawing.py makes pictures as files, and tests draw every panel
 plan.js         the page of a plan (shardc.plan.page)
@@ -32,14 +32,7 @@ from shardc.verify.static import Proof
 
 #: Scripts in the order in which they run: those that others use come first.
 DRAWING = (
-    "dagre.min.js",
-    "draw.js",
-    "base.js",
-    "spec.js",
-    "tree.js",
-    "graph.js",
-    "timeline.js",
-    "memory.js",
+    *("dagre.min.js", "draw.js", "base.js", "spec.js", "tree.js", "graph.js", "timeline.js", "memory.js"),
     "panels.js",
 )
 SCRIPTS = (*DRAWING, "document.js", "page.js")
@@ -76,7 +69,7 @@ def file(command: str, title: str, body: str, shown: Mapping[str, Any], names: I
         "COMMAND": command,
         "POLICY": policy,
         "TITLE": escape(title),
-        "STYLE": read("picture.css") + read("page.css"),
+        "STYLE": "".join(map(read, ("colours.css", "picture.css", "page.css"))),
         "BODY": body,
         "DATA": encoded,
         "NOTICE": notice,

@@ -11,13 +11,14 @@ from typing import Any
 from shardc.artifact import emit
 from shardc.cost import Cost
 from shardc.ir.graph import source_of
+from shardc.ir.patterns import enclosing
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.repeats import Repeats, repeats
 from shardc.ir.type_text import show
 from shardc.ir.units import size
 from shardc.layer_names import note_lines, ranges
-from shardc.report import scores
+from shardc.report import attention_scores
 from shardc.report.page import step
 from shardc.report.page.graphs import graphs
 from shardc.report.page.messages import Messages
@@ -65,7 +66,7 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
         "stage_lines": spec.at("pipeline") if program.axis else [],
         "timeline": step.timeline(cost, messages.number) if cost is not None else None,
         "memory": step.memory(cost) if cost is not None else None,
-        "scores": scores.to_json(program) if program.stages else [],
+        "scores": attention_scores.to_json(program) if program.stages else [],
         "text": emit.text(program, full=full).splitlines(),
     }
     # last, because causes add settings of the command line to its lines
@@ -111,13 +112,11 @@ def _modules(program: Program, layers: Repeats) -> list[dict[str, Any]]:
     for i, stage in enumerate(program.stages if program.axis else ()):
         for name in (source_of(n).module for n in stage.graph.nodes if n.op == "call_function"):
             names.append(name)
-            for whole in _around(name):
+            for whole in ("", *enclosing(name)):
                 stages[layers.shown(whole)][i].setdefault(whole.rpartition(".")[2])
     at: dict[str, int] = {}
     modules: list[dict[str, Any]] = []
-    for path in (path for name in dict.fromkeys(layers.shown(n) for n in ["", *names]) for path in _around(name)):
-        if path in at:
-            continue
+    for path in dict.fromkeys(["", *(path for name in map(layers.shown, names) for path in enclosing(name))]):
         at[path] = len(modules)
         outer, _, label = path.rpartition(".")
         same = layers.same_layers.get(path, ())
@@ -126,12 +125,6 @@ def _modules(program: Program, layers: Repeats) -> list[dict[str, Any]]:
         label = label or str(program.meta.get("model", "program"))
         modules.append({"path": path, "parent": at[outer] if path else -1, "label": label, **equal, "stages": here})
     return modules
-
-
-def _around(name: str) -> list[str]:
-    """Return the modules around a name, outermost first, and the name."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _weights(

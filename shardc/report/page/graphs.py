@@ -17,6 +17,7 @@ from shardc.artifact.emit import value_text
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.repeats import Repeats
+from shardc.ir.types import op_name
 from shardc.layer_names import enclosing_layers, ranges
 from shardc.runtime import ops
 
@@ -60,7 +61,7 @@ class Graph:
                 else:
                     uses, params = self._operands(n)
                     message = self._messages.get(n) if "collective" in n.meta else None
-                    self._add(n, op_name(n), stage, uses=uses, params=params, message=message)
+                    self._add(n, _name(n), stage, uses=uses, params=params, message=message)
 
     def _add(self, n: fx.Node, op: str, stage: int, **more: Any) -> None:
         source = source_of(n)
@@ -142,14 +143,12 @@ def _gather(n: object) -> fx.Node | None:
     return started if isinstance(started, fx.Node) else None
 
 
-def op_name(n: fx.Node) -> str:
-    """Return the short name of an op: `linear` for `aten.linear.default`."""
-    name = getattr(n.target, "__name__", str(n.target))
-    return name.split(".")[0].lstrip("_")
-
-
 def is_view(n: fx.Node) -> bool:
-    return op_name(n) in _VIEWS
+    return _name(n) in _VIEWS
+
+
+def _name(n: fx.Node) -> str:
+    return op_name(n.target).lstrip("_")
 
 
 def graphs(

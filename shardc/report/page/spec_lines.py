@@ -97,9 +97,8 @@ class SpecLines:
         for i, entry in enumerate(self.spec.experts):
             if entry.axis == base and any(match(entry.match, module) for module in around):
                 return self.at("experts", i)
-        return (
-            self.at("shard", "use") if self.spec.shard_use and self.spec.shard_axis == base else self.of_axes((base,))
-        )
+        use = self.spec.shard_use and self.spec.shard_axis == base
+        return self.at("shard", "use") if use else self.of_axes((base,))
 
     def of_bucket(self, b: Bucket) -> list[int]:
         """Return the lines behind a bucket: ZeRO, and the axes over which the batch is split."""

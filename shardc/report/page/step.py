@@ -17,8 +17,8 @@ from shardc.runtime.schedule.actions import COMPUTE, PAIRS
 
 #: The largest number of a rank's collectives that are drawn: the first ones of a step.
 SPANS = 6000
-#: Returns the number of the page's message that a collective belongs to, or None.
-Number = Callable[[CommRecord], int | None]
+#: Returns the number of the page's message that a collective belongs to, or None; in a trace, its tag.
+Number = Callable[[CommRecord], int | str | None]
 
 
 def timeline(cost: Cost, number: Number) -> dict[str, Any]:

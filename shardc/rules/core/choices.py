@@ -192,7 +192,8 @@ class Choices:
             if place is None or place[0] != p.dim or p.split % place[1] or (p.sections and len(operand[p.dim]) != 1):
                 continue
             digit = p.split // place[1]
-            if sizes[factor] % (digit * n) == 0 and not (p.mirrored and digit % 2):
+            # the digit begins in this factor, also if there is only one rank
+            if digit < sizes[factor] and sizes[factor] % (digit * n) == 0 and not (p.mirrored and digit % 2):
                 return self.split(factor, digit, n, p.sections, mirrored=p.mirrored)
         return None
 
@@ -216,7 +217,7 @@ class Choices:
 
 def choices_of(node: fx.Node, cache: dict[Any, Choices]) -> Choices:
     """Return the call's choices; equal calls (repeated layers) share them."""
-    key = (node.target, typed_key(node.args), typed_key(dict(sorted(node.kwargs.items()))), node.meta["value"])
+    key = (node.target, typed_key((node.args, node.kwargs)), node.meta["value"])
     if key not in cache:
         call = call_of(node)
         rule = registry.find(call.target)

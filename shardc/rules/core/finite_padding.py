@@ -28,6 +28,7 @@ from shardc.ir.graph import operands_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout, Shard
+from shardc.ir.types import continuous
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall
@@ -187,14 +188,10 @@ def _multilinear(choices: Choices, padded: Padded) -> bool:
     linear = {i for group in choices.rule.groups(choices.call) for i in group}
     places = frozenset().union(*padded.groups)
     checks = [
-        i in linear if _continuous(v) else i not in places or v.dtype == torch.bool
+        i in linear if continuous(v) else i not in places or v.dtype == torch.bool
         for i, v in enumerate(choices.call.operands)
     ]
     return bool(linear) and all(checks) and not padded.infinite
-
-
-def _continuous(v: Value) -> bool:
-    return v.dtype.is_floating_point or v.dtype.is_complex
 
 
 def _elementwise(signature: Signature) -> bool:
@@ -223,7 +220,7 @@ def _of_elements(call: Call, known: dict[int, float]) -> _Table | None:
 def _numbers_of(v: Value, grid: tuple[float, ...]) -> tuple[float, ...]:
     if v.dtype == torch.bool:
         return 1.0, 0.0
-    if not _continuous(v):
+    if not continuous(v):
         return (1.0, 2.0, 0.0, 3.0) if v.dtype == torch.uint8 else (1.0, 2.0, 0.0, 3.0, -1.0)
     # in float16 a square overflows at 256
     return tuple(math.copysign(min(abs(x), 30.0), x) if v.dtype == torch.float16 else x for x in grid)
@@ -257,7 +254,7 @@ def _is_place(call: Call, i: int) -> bool:
     """Return whether operand i has indices: integers beside other operands, or ones that make a new dim."""
     v = call.operands[i]
     more = len(call.operands) > 1 or len(call.results[0].shape) > len(v.shape)
-    return more and not _continuous(v) and v.dtype != torch.bool
+    return more and not continuous(v) and v.dtype != torch.bool
 
 
 Run = Callable[[list[Tensor]], Any]
@@ -301,7 +298,7 @@ def _filled(v: Value, shape: tuple[int, ...], number: float | None) -> Tensor:
     """Return a tensor of one number, or of different numbers in (0, 1); integers are 0, a valid index."""
     if number is not None:
         return torch.full(shape, number, dtype=v.dtype)
-    if not _continuous(v):
+    if not continuous(v):
         return torch.zeros(shape, dtype=v.dtype)
     n = math.prod(shape)
     return ((torch.arange(1, n + 1, dtype=torch.float64) * 0.618034) % 1).view(shape).to(v.dtype)
@@ -324,11 +321,7 @@ def _largest_of(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
         with suppress(*_RAISED):  # it has no backward for one of them
             grads = torch.autograd.grad(ends, inputs, [torch.ones_like(y) for y in ends], allow_unused=True)
             values += [g for g in grads if g is not None]
-    sizes = [
-        x.abs().double().nan_to_num(math.inf, posinf=math.inf)
-        for x in values
-        if x.dtype.is_floating_point or x.dtype.is_complex
-    ]
+    sizes = [x.abs().double().nan_to_num(math.inf, posinf=math.inf) for x in values if continuous(x)]
     if not sizes:
         return torch.zeros(values[0].shape if values else ())
     same_shape = len({x.shape for x in sizes}) == 1

@@ -180,30 +180,31 @@ def parse_linear(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(i) for i in group.split()) for group in text.split("|") if group.strip())
 
 
-def rule(
-    op: Any,
-    notation: str | SignatureOf,
-    *,
-    linear: str | LinearOf = "",
-    added: tuple[int, ...] = (),
-    local: LocalOf | None = None,
-    extra: ExtraOf | None = None,
-    flops: Callable[[Call], int] | None = None,
-    whole_grad: bool = False,
-    where: str = "",
-) -> Rule:
+def rule(op: Any, notation: str | SignatureOf, *, where: str = "", **options: Any) -> Rule:
     """Register the rule of an op (`OpOverload`, or a function in graphs). Raises ValueError if it has one.
 
-    It is for the families of this package; users' ops: `shardc.rule`, see shardc.rules.core.user_ops.
+    options: of `Rule`. It is for the families of this package; users' ops: `shardc.rule`, see
+    shardc.rules.core.user_ops.
     """
     if isinstance(notation, str):
         parse(notation)
     if op in RULES:
         raise ValueError(f"{op} already has the rule {RULES[op].text!r} ({RULES[op].where})")
-    new = Rule(op, notation, linear, added, local, extra, flops, whole_grad, where or caller(__file__))
-    RULES[op] = new
+    RULES[op] = new = Rule(op, notation, where=where or caller(__file__), **options)
     find.cache_clear()  # it may have been looked up before
     return new
+
+
+def overloads(names: str) -> list[OpOverload]:
+    """Return torch's ops of these names, such as "conv1d conv1d.padding": an overload, or `default`."""
+    parts = (name.partition(".") for name in names.split())
+    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in parts]
+
+
+def rules(names: str, notation: str | SignatureOf, **options: Any) -> None:
+    """Register one rule for several of torch's ops. names: see `overloads`."""
+    for op in overloads(names):
+        rule(op, notation, **options)
 
 
 def caller(*inside: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardc.ir.metadata import Value
-from shardc.ir.placement import Partial, Placement, Shard
+from shardc.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
+from shardc.ir.types import continuous
+from shardc.rules.core.op_call import Call
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Strategy:
         Integers beside it are indices (of index_add), not factors.
         """
         return any(
-            isinstance(p, Shard) and p.padding > 0 and (x.dtype.is_floating_point or x.dtype.is_complex)
+            isinstance(p, Shard) and p.padding > 0 and continuous(x)
             for j, (p, x) in enumerate(zip(self.inputs, operands, strict=True))
             if j != i
         )
@@ -55,6 +57,22 @@ def splits_of(x: Value, dims: Collection[int], n: int, available: Iterable[Place
             yield p
 
 
+def over_dim(
+    kind: str, dims: Callable[[Call], Collection[int]], result: Placement = PARTIAL, *, padded_inside: bool = False
+) -> Callable[[Call, int, Sequence[frozenset[Placement]]], Iterator[Strategy]]:
+    """Return the `extra` of a rule: split a dim of the first operand of which each rank uses what it has.
+
+    Other operands are whole. dims: which dims may be split. padded_inside: also with padding inside of the dim.
+    """
+
+    def strategies(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterator[Strategy]:
+        for p in splits_of(call.operands[0], dims(call), n, available[0]):
+            if padded_inside or p.by_digits_alone:
+                yield Strategy(kind, (p, *[REPLICATE] * (len(call.operands) - 1)), (result,))
+
+    return strategies
+
+
 def needs_sum_grad(v: Value) -> bool:
     """Return whether replicated and partial-grad differ for a value: only if a gradient flows."""
-    return v.requires_grad and (v.dtype.is_floating_point or v.dtype.is_complex)
+    return v.requires_grad and continuous(v)

@@ -1,4 +1,4 @@
-"""Register rules of users' ops; every mistake names its line. They are proven as shardc's own are.
+"""Register rules of users' ops, with sample calls that prove them; every mistake names its line.
 
 @torch.library.custom_op("mylib::scale", mutates_args=())
 def scale(x: Tensor, w: Tensor) -> Tensor: ...
@@ -7,6 +7,8 @@ shardc.rule(scale, "... d, d -> ... d", linear="0 | 1", samples=[lambda: (torch.
 
 def test_scale():
     shardc.check_rule(scale)
+
+Rules of shardc are proven in the same way (shardc.verify.rules), on the samples in tests/rules/samples.
 """
 
 from __future__ import annotations
@@ -14,13 +16,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shardc.errors import Errors, ShardcError
 from shardc.rules.core import registry
 from shardc.rules.core.notation import Notation, parse
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import RULES, ExtraOf, LinearOf, LocalOf, Rule, SignatureOf
-from shardc.rules.core.sample_calls import SAMPLES, Given, as_sample
 from shardc.torch_private import OpOverload, overload_of
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+#: Returns the arguments of a call. It adds operands by which the op cannot be differentiated to the list that it gets.
+Sample = Callable[[list[Tensor]], Arguments]
+SAMPLES: dict[Any, list[Sample]] = {}
+#: `(x, w)`, `((x, w), {"eps": 1e-6})`, or a function that returns either.
+Given = tuple[Any, ...] | Tensor | Callable[[], Any]
 
 
 def rule(
@@ -131,3 +142,29 @@ def _check(
         fix = "mark the summed factor with +, or leave `added` out"
         errors.add(f"{op}: added={added!r}, but no factor of {notation!r} is summed", where=where, fix=fix)
     errors.raise_any()
+
+
+def as_sample(given: Given, where: str = "") -> Sample:
+    """Make a sample from a user's value; functions run with a fixed seed, and torch's state is restored."""
+    if callable(given) and not isinstance(given, Tensor):
+
+        def made(_: list[Tensor]) -> Arguments:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return _arguments(given(), where)
+
+        return made
+    fixed = _arguments(given, where)
+    return lambda _: fixed
+
+
+def _arguments(given: Any, where: str) -> Arguments:
+    """Return (args, kwargs) of a call. Raises ShardcError for a value that is neither."""
+    if isinstance(given, Tensor):
+        return (given,), {}
+    if not isinstance(given, tuple):
+        fault = f"a sample is a {type(given).__name__}, not a tuple of arguments"
+        raise ShardcError(fault, where=where, fix="samples=[lambda: (torch.randn(4, 12), torch.randn(12))]")
+    if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], dict):
+        return given[0], given[1]
+    return given, {}

@@ -19,15 +19,15 @@ from shardc.ir.graph import values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.ir.types import full_op_name, of_tensor, typed
+from shardc.ir.types import continuous, full_op_name, of_tensor, typed
 from shardc.passes.partition.local_program import LocalProgram
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.op_call import Call, Operand, call_of
 from shardc.rules.core.registry import NoSuchCallError, Rule, find
-from shardc.rules.core.sample_calls import RNG, Sample, Tensors
 from shardc.rules.core.strategy import Strategy
+from shardc.rules.core.user_ops import Sample
 from shardc.runtime.rng import Rng
-from shardc.verify.rules.compare import RTOL, continuous, differs, dual, gradients, on_ranks, run_nodes, spread
+from shardc.verify.rules.compare import RTOL, differs, dual, gradients, on_ranks, run_nodes, spread
 
 aten = torch.ops.aten
 
@@ -123,8 +123,8 @@ class Case:
 
         Raises NoCallError if the op refuses the arguments, UnfitError if the rule does.
         """
-        tensors = Tensors(0)
-        arguments = sample(tensors)
+        constants: list[Tensor] = []
+        arguments = sample(constants)
         graph = fx.Graph()
         graph.placeholder("mesh")
         rng = graph.placeholder("rng")
@@ -132,9 +132,9 @@ class Case:
 
         def leaf(x: Any) -> Any:
             if isinstance(x, Tensor):
-                leaves.append(x.clone().requires_grad_(continuous(x) and not any(x is c for c in tensors.constants)))
+                leaves.append(x.clone().requires_grad_(continuous(x) and not any(x is c for c in constants)))
                 return leaves[-1]
-            return Rng(0) if x is RNG else x
+            return Rng(0) if isinstance(x, Rng) else x
 
         def placed(x: Any) -> Any:
             if isinstance(x, Tensor):

@@ -10,9 +10,7 @@ from typing import Any
 from shardc.errors import Errors, ShardcError
 from shardc.ir.types import full_op_name
 from shardc.rules.core import registry
-from shardc.rules.core.registry import Rule
-from shardc.rules.core.sample_calls import SAMPLES, Sample, as_sample
-from shardc.rules.core.user_ops import resolve_op
+from shardc.rules.core.user_ops import SAMPLES, Sample, as_sample, resolve_op
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError
 from shardc.verify.rules.prove import PARTS, prove_case, prove_pairs, too_strict
 from shardc.verify.rules.variants import exact, variants
@@ -35,8 +33,8 @@ class OpReport:
     forward_only: str = ""
 
 
-def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, variants: Variants = variants) -> OpReport:
-    """Prove the rule of an op on samples and their variants. rule: replaces the registered one."""
+def check_op(op: Any, samples: Sequence[Sample], variants: Variants = variants) -> OpReport:
+    """Prove the rule of an op on samples and their variants."""
     report = OpReport(full_op_name(op))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about unusual calls that it accepts
@@ -44,14 +42,14 @@ def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, varia
             report.calls += 1
             sample = exact(op, example)
             try:
-                case = Case.of(op, sample, rule=rule)
+                case = Case.of(op, sample)
             except UnfitError as e:
                 report.wrong.append(Finding(report.op, "the call", 1, str(e)))
                 continue
             report.forward_only = report.forward_only or case.forward_only
             report.wrong += prove_case(case, *PARTS)
             for label, other in variants(op, sample, case):
-                report.wrong += _variant(op, label, other, rule, report)
+                report.wrong += _variant(op, label, other, report)
             if i < 2:  # every pair of factors; at all digits if the rule has code for digits, or the op is large
                 if case.choices.rule.local or case.choices.rule.extra or (case.choices.rule.flops and i == 0):
                     report.wrong += prove_pairs(case, (2, 2))
@@ -59,10 +57,10 @@ def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, varia
     return report
 
 
-def _variant(op: Any, label: str, sample: Sample, rule: Rule | None, report: OpReport) -> list[Finding]:
+def _variant(op: Any, label: str, sample: Sample, report: OpReport) -> list[Finding]:
     """Prove a variant on two ranks, with splits at outer digits only: the sample covers inner digits."""
     try:
-        case = Case.of(op, sample, rule=rule)
+        case = Case.of(op, sample)
     except NoCallError:
         return []
     except UnfitError as e:

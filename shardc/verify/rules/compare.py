@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from shardc.ir.conversions import BY_OP
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial
+from shardc.ir.types import continuous
 from shardc.passes.joint.derivatives.transposed import CONVERTED
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -45,11 +46,6 @@ def dual(layout: Layout) -> Layout:
     return Layout(
         tuple((a, PARTIAL if p == PARTIAL_GRAD else p) for a, p in layout.items if not isinstance(p, Partial))
     )
-
-
-def continuous(x: Tensor) -> bool:
-    """Return whether a gradient may flow through x."""
-    return x.is_floating_point() or x.is_complex()
 
 
 def summands(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:

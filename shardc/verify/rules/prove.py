@@ -15,8 +15,8 @@ from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.registry import Rule
-from shardc.rules.core.sample_calls import Sample
 from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.user_ops import Sample
 from shardc.verify.rules.case import Case, Finding
 from shardc.verify.rules.variants import exact
 

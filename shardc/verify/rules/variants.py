@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.rules.core.sample_calls import Arguments, Sample, Tensors
+from shardc.rules.core.user_ops import Arguments, Sample
 from shardc.verify.rules.case import MISFIT, Case
 
 #: Floating dtypes in which rules are proven, widest first.
@@ -22,18 +22,18 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 def changed(sample: Sample, change: Callable[[int, Tensor], Tensor]) -> Sample:
     """Return the sample with every tensor replaced by change(its index, the tensor)."""
 
-    def replaced(t: Tensors) -> Arguments:
+    def replaced(constants: list[Tensor]) -> Arguments:
         numbers = count()
 
         def one(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             y = change(next(numbers), x)
-            if any(x is c for c in t.constants):
-                t.constants.append(y)
+            if any(x is c for c in constants):
+                constants.append(y)
             return y
 
-        return fx.node.map_aggregate(sample(t), one)
+        return fx.node.map_aggregate(sample(constants), one)
 
     return replaced
 
@@ -57,7 +57,7 @@ def exact(op: Any, sample: Sample) -> Sample:
 
 def tensors_of(sample: Sample) -> list[Tensor]:
     tensors: list[Tensor] = []
-    changed(sample, lambda _, x: tensors.append(x) or x)(Tensors(0))  # type: ignore[func-returns-value]
+    changed(sample, lambda _, x: tensors.append(x) or x)([])  # type: ignore[func-returns-value]
     return tensors
 
 
@@ -79,7 +79,7 @@ def of_size_one(op: Any, case: Case, sample: Sample, places: Sequence[tuple[int,
 
 def runs(op: Any, sample: Sample) -> bool:
     """Return whether the whole op takes the sample."""
-    args, kwargs = sample(Tensors(0))
+    args, kwargs = sample([])
     try:
         op(*args, **kwargs)
     except MISFIT:

@@ -19,6 +19,7 @@ from torch import fx
 from shardc.ir.graph import calls, producer_of, value_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
+from shardc.ir.types import typed_key
 from shardc.optional import table
 from shardc.rules.core.choices import Choices, choices_of
 from shardc.runtime import ops
@@ -88,16 +89,8 @@ class Model:
 
 
 def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
-    """Return an argument as a key, equal for arguments that compute the same: 1, 1.0 and True differ, 0.0 and -0.0."""
-    if isinstance(x, fx.Node):
-        return one.get(x, x)
-    if isinstance(x, tuple | list):
-        return tuple(frozen(i, one) for i in x)
-    if isinstance(x, dict):
-        return tuple(sorted((k, frozen(v, one)) for k, v in x.items()))
-    if isinstance(x, slice):
-        return ("slice", x.start, x.stop, x.step)
-    return (type(x).__name__, repr(x)) if isinstance(x, bool | int | float) else x
+    """Return an argument as a key, with each node's equal one in its place."""
+    return typed_key(x, lambda n: one.get(n, n))
 
 
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], one: Mapping[fx.Node, fx.Node]) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardc.features.fp8 import ops
-from shardc.rules.core.sample_calls import Arguments, Tensors
-from tests.rules.making import call, sample
+from shardc.rules.core.user_ops import Arguments
+from tests.rules.making import Tensors, call, sample
 from tests.rules.samples.experts import GATED, STRIPED
 
 

@@ -20,6 +20,7 @@ from shardc.features.fp8 import rounding as fp8
 from shardc.features.fp8.casts import blocks, exponents, powers
 from shardc.features.fp8.recipe import FORMATS
 from shardc.ir.metadata import Collective
+from shardc.ir.types import op_name
 from shardc.machine.work import Op
 from shardc.report.comm import comm_rows
 from shardc.runtime import launch, ops
@@ -293,8 +294,8 @@ def test_a_device_prices_products_at_its_rate_for_8_bits_and_keeps_inputs_in_byt
     def inputs(c: Any) -> list[int]:
         """Bytes of inputs that are kept for products."""
         found = kept_activations.kept(c.program, c.dry_runs[0])
-        wanted = [k for k in found if any(w.name in ("linear", "fp8_linear") for w in k.wants)]
-        return [k.nbytes for k in wanted if k.shape[:2] == (12, 8) or k.dtype is torch.uint8]
+        wanted = [k.storage for k in found if any(op_name(n.target) in ("linear", "fp8_linear") for n in k.wants)]
+        return [x.nbytes for x in wanted if x.shape[:2] == (12, 8) or x.dtype is torch.uint8]
 
     tokens, features = 12 * 8, [64, 256, 64, 256, 64]
     assert inputs(plain) == [2 * tokens * n for n in features]

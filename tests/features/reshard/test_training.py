@@ -186,7 +186,7 @@ def test_weights_for_a_forward_only_program_and_back() -> None:
             engine.step(batch())
             made.append(engine.weights_to(run))
             weights = engine.full_state_dict()
-            assert all(torch.equal(x, weights[n]) for n, x in run.engine.full_state_dict().items() if n != "seen")
+            assert all(torch.equal(x, weights[n]) for n, x in run.full_state_dict().items() if n != "seen")
             assert float(run.score(batch(1), gather=True).sum()) == pytest.approx(scores[len(made) - 1], rel=1e-5)
         assert made[0] is made[1]
         other = old.engine(source, adamw, mesh=mesh, seed=1)

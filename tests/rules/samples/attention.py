@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.core.sample_calls import RNG
 from shardc.runtime import ops
-from tests.rules.making import call, sample
+from tests.rules.making import RNG, call, sample
 
 aten = torch.ops.aten
 

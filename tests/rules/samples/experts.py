@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardc.rules.core.sample_calls import Arguments, Tensors
+from shardc.rules.core.user_ops import Arguments
 from shardc.runtime import ops
-from tests.rules.making import call, sample
+from tests.rules.making import Tensors, call, sample
 
 GATED = "a, b = halves(x); c = silu(a); mul(c, b)"
 STRIPED = "a, b = stripes(x); c = sigmoid(a); d = add(b, 1); mul(c, d)"

@@ -9,26 +9,11 @@ from tests.rules.making import call, sample, samples
 aten = torch.ops.aten
 
 samples(
-    aten.fft_fft.default,
-    aten.fft_ifft.default,
-    aten.fft_rfft.default,
-    aten.fft_irfft.default,
-    aten.fft_hfft.default,
-    aten.fft_ihfft.default,
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft",
 )(lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12, 6), 8, 1, "ortho"))
 samples(
-    aten.fft_fft2.default,
-    aten.fft_ifft2.default,
-    aten.fft_rfft2.default,
-    aten.fft_irfft2.default,
-    aten.fft_hfft2.default,
-    aten.fft_ihfft2.default,
-    aten.fft_fftn.default,
-    aten.fft_ifftn.default,
-    aten.fft_rfftn.default,
-    aten.fft_irfftn.default,
-    aten.fft_hfftn.default,
-    aten.fft_ihfftn.default,
+    "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn "
+    "fft_ihfftn",
 )(lambda t: call(t.real(12, 4, 6), None, [-2, -1]), lambda t: call(t.real(4, 12, 6), [8, 4], [0, -1], "ortho"))
 sample(aten.fft_fft2.default, lambda t: call(t.real(12, 4, 6)))
 samples(aten.fft_fftn.default, aten.fft_rfftn.default)(

@@ -9,24 +9,11 @@ from tests.rules.making import call, sample, samples
 aten = torch.ops.aten
 
 samples(
-    aten.linalg_inv.default,
-    aten.linalg_inv_ex.default,
-    aten.linalg_det.default,
-    aten.linalg_slogdet.default,
-    aten.linalg_svdvals.default,
-    aten.linalg_qr.default,
-    aten.linalg_pinv.atol_rtol_float,
-    aten.pinverse.default,
-    aten.matrix_exp.default,
-    aten.linalg_cond.default,
-    aten.linalg_lu_factor.default,
-    aten.linalg_lu_factor_ex.default,
-    aten.linalg_lu.default,
-    aten._lu_with_info.default,
+    "linalg_inv linalg_inv_ex linalg_det linalg_slogdet linalg_svdvals linalg_qr linalg_pinv.atol_rtol_float pinverse "
+    "matrix_exp linalg_cond linalg_lu_factor linalg_lu_factor_ex linalg_lu _lu_with_info",
 )(lambda t: call(t.real(4, 6, 6)), lambda t: call(t.real(2, 6, 3, 3)), lambda t: call(t.real(6, 6)))
 samples(
-    aten.linalg_cholesky.default,
-    aten.linalg_cholesky_ex.default,
+    "linalg_cholesky linalg_cholesky_ex",
     *([aten.cholesky.default] if hasattr(aten, "cholesky") else []),  # torch 2.15 has it no more
     aten.cholesky_inverse.default,
     aten.logdet.default,

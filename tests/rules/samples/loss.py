@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.rules.core.sample_calls import Tensors
 from shardc.runtime import ops
-from tests.rules.making import call, sample
+from tests.rules.making import Tensors, call, sample
 
 
 def _labels(t: Tensors, n: int) -> Tensor:

@@ -35,12 +35,7 @@ sample(aten.where.ScalarSelf, lambda t: call(t.truth(4, 12), 2.0, t.real(12)))
 sample(aten.where.ScalarOther, lambda t: call(t.truth(12), t.real(4, 12), 2.0))
 sample(aten.where.Scalar, lambda t: call(t.truth(4, 12), 1.0, 2.0))
 samples(
-    aten.neg.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.contiguous.default,
-    aten.positive.default,
-    aten.detach.default,
+    "neg clone alias contiguous positive detach",
 )(lambda t: call(t.real(4, 12)), lambda t: call(t.real(12, 4).t()))
 samples(aten._to_copy.default, aten.to.dtype_layout)(
     lambda t: call(t.real(4, 12), dtype=torch.float32),
@@ -63,52 +58,17 @@ sample(
 )
 sample(torch.ops.shardc.with_gradient_of.default, lambda t: call(t.real(4, 12), t.real(4, 12)))
 samples(
-    aten.silu.default,
-    aten.selu.default,
-    aten.relu6.default,
-    aten.square.default,
-    aten.isfinite.default,
-    aten.isinf.default,
-    aten.isposinf.default,
-    aten.isneginf.default,
-    aten.relu.default,
-    aten.sigmoid.default,
-    aten.tanh.default,
-    aten.exp.default,
-    aten.expm1.default,
-    aten.sin.default,
-    aten.cos.default,
-    aten.abs.default,
-    aten.sign.default,
-    aten.floor.default,
-    aten.erf.default,
-    aten.logical_not.default,
-    aten.hardtanh.default,
-    aten.leaky_relu.default,
-    aten.elu.default,
-    aten.mish.default,
-    aten.hardswish.default,
-    aten.log_sigmoid.default,
-    aten.isnan.default,
+    "silu selu relu6 square isfinite isinf isposinf isneginf relu sigmoid tanh exp expm1 sin cos abs sign floor erf "
+    "logical_not hardtanh leaky_relu elu mish hardswish log_sigmoid isnan",
 )(lambda t: call(t.real(4, 12)), lambda t: call(t.real(2, 3, 4)))
 samples(
-    aten.rsqrt.default,
-    aten.sqrt.default,
-    aten.log.default,
-    aten.log1p.default,
-    aten.reciprocal.default,
-    aten.acos.default,
+    "rsqrt sqrt log log1p reciprocal acos",
 )(lambda t: call(t.positive(4, 12)))
 sample(aten.nan_to_num.default, lambda t: call(t.real(4, 12) / t.index(2, 4, 12)))
 sample(aten.gelu.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), approximate="tanh"))
 sample(aten.softplus.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), 2.0, 1.0))
 samples(
-    aten.__and__.Tensor,
-    aten.__or__.Tensor,
-    aten.__xor__.Tensor,
-    aten.logical_and.default,
-    aten.logical_or.default,
-    aten.bitwise_and.Tensor,
+    "__and__.Tensor __or__.Tensor __xor__.Tensor logical_and logical_or bitwise_and.Tensor",
 )(lambda t: call(t.truth(4, 12), t.truth(12)), lambda t: call(t.truth(4, 1, 6), t.truth(12, 1)))
 samples(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)(
     lambda t: call(t.real(4, 12)), lambda t: call(t.index(9, 4, 12), dtype=torch.float64)
@@ -124,34 +84,16 @@ sample(
 sample(aten.float_power.Tensor_Scalar, lambda t: call(t.positive(4, 12), 1.5))
 # elementwise by torch's own tag: a spread of them
 samples(
-    aten.maximum.default,
-    aten.minimum.default,
-    aten.atan2.default,
-    aten.pow.Tensor_Tensor,
-    aten.eq.Tensor,
-    aten.gt.Tensor,
-    aten.le.Tensor,
-    aten.ne.Tensor,
-    aten.fmod.Tensor,
-    aten.remainder.Tensor,
-    aten.hypot.default,
-    aten.clamp_min.Tensor,
+    "maximum minimum atan2 pow.Tensor_Tensor eq.Tensor gt.Tensor le.Tensor ne.Tensor fmod.Tensor remainder.Tensor "
+    "hypot clamp_min.Tensor",
 )(
     lambda t: call(t.positive(4, 12), t.positive(4, 12)),
     lambda t: call(t.positive(4, 1, 12), t.positive(6, 1)),
     lambda t: call(t.positive(12), t.positive()),
 )
 samples(
-    aten.pow.Tensor_Scalar,
-    aten.eq.Scalar,
-    aten.gt.Scalar,
-    aten.lt.Scalar,
-    aten.add.Scalar,
-    aten.sub.Scalar,
-    aten.rsub.Scalar,
-    aten.clamp_min.default,
-    aten.clamp_max.default,
-    aten.remainder.Scalar,
+    "pow.Tensor_Scalar eq.Scalar gt.Scalar lt.Scalar add.Scalar sub.Scalar rsub.Scalar clamp_min clamp_max "
+    "remainder.Scalar",
 )(lambda t: call(t.positive(4, 12), 2.0))
 sample(aten.pow.Scalar, lambda t: call(2.0, t.real(4, 12)))
 sample(aten.bitwise_not.default, lambda t: call(t.truth(4, 12)))
@@ -169,10 +111,7 @@ sample(
     lambda t: call(t.real(12), t.real(1)),
 )
 samples(
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.mse_loss.default,
+    "smooth_l1_loss huber_loss binary_cross_entropy_with_logits mse_loss",
 )(lambda t: call(t.real(4, 12), t.positive(4, 12), reduction=0), lambda t: call(t.real(4, 12), t.positive(4, 12)))
 sample(
     aten.binary_cross_entropy_with_logits.default,

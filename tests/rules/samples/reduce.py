@@ -82,13 +82,7 @@ sample(
     lambda t: call(t.real(4, 12, 6), 3, [-1, 0], True),
 )
 samples(
-    aten.cumsum.default,
-    aten.cumprod.default,
-    aten.logcumsumexp.default,
-    aten.cummax.default,
-    aten.sort.default,
-    aten.argsort.default,
-    aten.glu.default,
+    "cumsum cumprod logcumsumexp cummax sort argsort glu",
 )(lambda t: call(t.real(4, 6, 12), -1), lambda t: call(t.real(4, 12), 0))
 samples(aten.sort.default, aten.argsort.default)(
     lambda t: call(t.real(4, 6, 12), 1, True), lambda t: call(t.real(4, 12))

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
 from shardc.runtime.launch import GAVE_UP
-from shardc.runtime.mesh import TorchMesh, presence, processes
-from shardc.runtime.mesh.processes import Processes
+from shardc.runtime.mesh import TorchMesh, local_processes, presence
+from shardc.runtime.mesh.local_processes import Processes
 from shardc.runtime.mesh.watch import Watch, within
 from tests import warm
 
@@ -91,7 +91,7 @@ def ends(rank: int, port: int) -> None:
     pids = [p.number for _, p in sorted(here.processes._others().items())]
     os.kill(pids[0], signal.SIGTERM)
     os.kill(pids[1], signal.SIGKILL)
-    assert within(60, lambda: all(processes.process_state(pid)[0] in ("", "Z") for pid in pids))
+    assert within(60, lambda: all(local_processes.process_state(pid)[0] in ("", "Z") for pid in pids))
     assert [*here.processes.ended()] == [2]
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import GAVE_UP
-from shardc.runtime.mesh import activity, processes
+from shardc.runtime.mesh import activity, local_processes
 from shardc.runtime.mesh.activity import Activity
-from shardc.runtime.mesh.processes import KILLED, Processes
+from shardc.runtime.mesh.local_processes import KILLED, Processes
 from shardc.runtime.mesh.watch import SILENT, Watch, verdict, within
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -95,7 +95,9 @@ def met(store: dist.Store, rank: int, layout: Mesh, heard: list[str]) -> Watch:
 
 def as_rank(store: dist.Store, rank: int, pid: int) -> None:
     """Say in the store that a process is that rank's."""
-    store.append(f"shardc/processes/{processes._machine()}", f"{rank} {pid} {processes.process_state(pid)[1]} -1;")
+    store.append(
+        f"shardc/processes/{local_processes._machine()}", f"{rank} {pid} {local_processes.process_state(pid)[1]} -1;"
+    )
     store.set(f"shardc/came/{rank}", "")
 
 
@@ -106,7 +108,7 @@ def test_what_is_known_of_a_process() -> None:
         as_rank(store, 1, other.pid)
         store.append("shardc/processes/another-machine", f"2 {other.pid} 1 -1;")
         # before that number was given anew
-        store.append(f"shardc/processes/{processes._machine()}", f"3 {other.pid} 1 -1;")
+        store.append(f"shardc/processes/{local_processes._machine()}", f"3 {other.pid} 1 -1;")
         mine = Processes(store, 0, 5)
         assert ([*mine.ended()], mine.stopped()) == ([3], {})
         other.send_signal(signal.SIGSTOP)

@@ -35,7 +35,7 @@ from shardc.runtime.offload import storage
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Files
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.zero.offloaded_optimizer import check_separable
+from shardc.runtime.zero.paged_optimizer import check_separable
 from tests import warm
 from tests.bench import offload as bench
 

@@ -607,7 +607,7 @@ def breadth_first(stages: int, ranks: int, microbatches: int) -> list[list[Actio
 
 def planned(keep: Literal["none", "full"]) -> set[str]:
     """The schedules that a planner tries for two stages."""
-    return {c.schedule for c in choices([Core(checkpoint=keep)], devices=2, batch=4, layers=2) if c.pp == 2}
+    return {c.schedule for c in choices(Core(checkpoint=keep), devices=2, batch=4, layers=2) if c.pp == 2}
 
 
 def test_a_new_schedule_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import torch
 
 import shardc
 from shardc.runtime.stage.activation_offload import OffloadedTensors
+from shardc.runtime.stage.joint_stage import Tools
 from shardc.runtime.stage.runnable import WRITING, RunnableStage
 from tests import zoo
 
@@ -20,7 +21,7 @@ def test_two_ranks_make_their_step_graphs_at_the_same_time() -> None:
     model, batch = zoo.gpt()
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}})
     first, second = (
-        RunnableStage(program, i, torch.device("cpu"), OffloadedTensors(torch.device("cpu")), None) for i in (0, 1)
+        RunnableStage(program, i, Tools(torch.device("cpu"), OffloadedTensors(torch.device("cpu")))) for i in (0, 1)
     )
     held, ended = threading.Event(), [threading.Event(), threading.Event()]
 

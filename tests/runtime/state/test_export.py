@@ -23,6 +23,7 @@ from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state.export import skeleton
 from tests.runtime.state.test_pretrained import EXPERTS, FAMILIES, PEFT_WARNS, SPECS, TP, Net, X, batch, family, net
+from tests.zoo import hf
 
 torch.set_num_threads(1)
 
@@ -128,6 +129,63 @@ def test_another_dtype_and_an_earlier_export_of_more_files(tmp_path: Path) -> No
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, x in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], x.to(torch.bfloat16)), name
+
+
+#: What config.json says of the dtype of an export: the model's, the program's, the export's, and what is said.
+DTYPES = [
+    (torch.bfloat16, {"params": "float32", "compute": "bfloat16"}, None, "float32"),
+    (torch.bfloat16, {"params": "float32", "compute": "bfloat16"}, torch.bfloat16, "bfloat16"),
+    (torch.bfloat16, {}, None, "bfloat16"),
+    (torch.float32, {}, torch.float16, "float16"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "precision", "written", "said"), DTYPES)
+@pytest.mark.parametrize("name", ["llama", "clip"])
+def test_a_config_names_the_dtype_of_its_file(
+    name: str, dtype: torch.dtype, precision: dict[str, str], written: torch.dtype | None, said: str, tmp_path: Path
+) -> None:
+    """clip: also the configs inside of it, which are read when one of the two models is loaded alone."""
+    (_, example) = built = hf.build(hf.FAMILIES["clip"], dtype) if name == "clip" else (family(name).to(dtype), batch())
+    built[0].save_pretrained(tmp_path / "in")
+    if name == "clip":  # as earlier releases of transformers wrote it
+        config = json.loads((tmp_path / "in" / "config.json").read_text())
+        config["text_config"]["torch_dtype"] = config["torch_dtype"] = config.pop("dtype")
+        (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    model = type(built[0]).from_pretrained(tmp_path / "in")
+    program = shardc.compile(model, example, {"shardc": 1, "mesh": {"dp": 1}, "precision": precision}, prove=False)
+
+    def export(engine: Any) -> dict[str, Tensor]:
+        engine.step(example)
+        engine.export(tmp_path / "out", dtype=written)
+        return engine.full_state_dict()  # type: ignore[no-any-return]
+
+    (state,) = loopback(program.mesh, lambda mesh: export(program.engine(tmp_path / "in", mesh=mesh)))
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    assert {str(x.dtype) for x in file.values() if x.is_floating_point()} == {f"torch.{said}"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    inside = [config[n] for n in ("text_config", "vision_config") if n in config]
+    assert all(c.get("dtype", said) == said and "torch_dtype" not in c for c in [config, *inside])
+    again = type(model).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(x, state[n].to(getattr(torch, said))) for n, x in again.items() if x.is_floating_point())
+
+
+@pytest.mark.parametrize("config_says_tied", [True, False])
+def test_a_tie_that_the_config_denies_is_in_the_files(config_says_tied: bool, tmp_path: Path) -> None:
+    """transformers#45127: weights that the config ties, and the model has apart; and the other way round."""
+    model: Any = family("llama", tied=config_says_tied)
+    weight = model.model.embed_tokens.weight
+    model.lm_head.weight = nn.Parameter(weight.detach().clone()) if config_says_tied else weight
+    program = shardc.compile(model, batch(), SPECS["tp"], prove=False)
+
+    def export(engine: Any) -> dict[str, Tensor]:
+        engine.export(tmp_path)
+        return engine.full_state_dict()  # type: ignore[no-any-return]
+
+    state = trained(program, model, then=export)[0]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not again.config.tie_word_embeddings
+    assert all(torch.equal(x, state[n]) for n, x in again.state_dict().items())
 
 
 def test_weights_of_somebody_else_are_replaced_only_on_request(tmp_path: Path) -> None:

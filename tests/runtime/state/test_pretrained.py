@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
 import shardc
@@ -257,6 +257,53 @@ def test_other_shapes_and_other_models_are_refused(tmp_path: Path) -> None:
         index.write_text(text)
         with pytest.raises(ShardcError, match=message):
             open_weights(tmp_path)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5368709120\n"
+SAFE = save({"up.weight": torch.ones(8, 8)})
+#: What lies in the place of weights: the file, its bytes, the message, its fix.
+IN_PLACE_OF_WEIGHTS = [
+    ("model.safetensors", LFS, "the file cannot be read: it is a pointer of Git LFS", "git lfs pull"),
+    ("pytorch_model.bin", LFS, "the weights cannot be read: it is a pointer of Git LFS", "git lfs pull"),
+    ("model-00002-of-00002.safetensors", LFS, "it is a pointer of Git LFS", "git lfs pull"),  # the first one is there
+    ("model.safetensors", b"<!DOCTYPE html>", "it is a web page", "hf auth login"),
+    ("model.safetensors", SAFE[:-4], f"it is truncated, at byte {len(SAFE) - 4} of {len(SAFE)}", "download it again"),
+    ("model.safetensors", SAFE[:40], "it is truncated, at byte 40 of 80", "download it again"),
+    ("model.safetensors", b"", "it is empty", "download it again"),
+    ("model.safetensors", save({}), "there are no tensors in the weights", "save them again"),
+    ("pytorch_model.bin", b"", "it is empty", "download it again"),
+    ("pytorch_model.bin", b"PK\x03\x04cut", "it is truncated or damaged", "download it again"),
+    ("model.gguf", b"GGUF\x03", "it is a GGUF file", "download the model's .safetensors files"),
+    (
+        "pytorch_model_fsdp_0/__0_0.distcp",
+        b"",
+        "a checkpoint of torch.distributed",
+        "import ROOT/pytorch_model_fsdp_0 NEW",
+    ),
+    ("optimizer_0/../.metadata", b"", "of torch.distributed", "shardc checkpoint import ROOT NEW"),
+    ("global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt", b"", "of DeepSpeed", "utils.zero_to_fp32 ROOT NEW"),
+    ("global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", b"", "of DeepSpeed", "utils.zero_to_fp32 ROOT NEW"),
+    ("global_step5/mp_rank_00_model_states.pt", b"", "of DeepSpeed", 'torch.load("ROOT/global_step5/mp_rank_00_model_'),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message", "fix"), IN_PLACE_OF_WEIGHTS)
+def test_what_lies_in_the_place_of_weights_is_named(
+    name: str, content: bytes, message: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "optimizer_0").mkdir()
+    (file := tmp_path / name).parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    if "-of-" in name:
+        index = {"weight_map": {"up.weight": "model-00001-of-00002.safetensors", "b": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        (tmp_path / "model-00001-of-00002.safetensors").write_bytes(SAFE)
+    for path in {tmp_path if file.suffix != ".gguf" else file, file if ".." not in name else tmp_path}:
+        with pytest.raises(ShardcError) as error:
+            open_weights(path)
+        assert message in error.value.what
+        assert fix.replace("ROOT", str(tmp_path)) in error.value.fix
+        assert error.value.where in (str(path), str(file))
 
 
 # --- inside model() ---------------------------------------------------------------------------------------------------

@@ -21,10 +21,11 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import export, loading, parts, saving, sources
-from shardc.runtime.state.checkpoint_folder import newest, read_index
+from shardc.runtime.state.checkpoint_folder import checkpoints_in, read_index
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init import named_tensors, record
 from shardc.runtime.state.owners import RankState
+from shardc.runtime.state.weight_files import open_weights
 
 torch.set_num_threads(1)
 
@@ -396,7 +397,7 @@ def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path
 
     model = Net()
     _save(tmp_path / "c", model, {"tp": 4}, {"step": 3, "seed": 5}, OPTIMIZERS["adamw"])
-    export_checkpoint(tmp_path / "c", tmp_path / "torch")
+    export_checkpoint(checkpoints_in(tmp_path / "c")[0].path, tmp_path / "torch")
     dcp_to_torch_save(tmp_path / "torch", tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")
     for n, x in model.state_dict().items():
@@ -407,8 +408,24 @@ def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path
     assert import_checkpoint(tmp_path / "torch", tmp_path / "back").startswith("12 tensors of")
     back, _ = _load(tmp_path / "back", Net(), OPTIMIZERS["adamw"])
     assert torch.equal(back["qkv_weight"], model.qkv.weight)
-    ours, theirs = (read_index(newest(tmp_path / n)) for n in ("c", "back"))
+    ours, theirs = (read_index(checkpoints_in(tmp_path / n)[0].path) for n in ("c", "back"))
     assert (ours.extra, ours.optimizer, ours.step) == (theirs.extra, theirs.optimizer, theirs.step)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("key", ["model", ""])
+def test_a_checkpoint_of_fsdp_is_imported_and_begun_from(key: str, tmp_path: Path) -> None:
+    """With the state_dict under a key, as accelerate writes it, or not: a name may begin with model itself."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from shardc.runtime.state.torch_format import import_checkpoint
+
+    model = nn.ModuleDict({"model": nn.ModuleDict({"up": nn.Linear(4, 4)}), "lm_head": nn.Linear(4, 4)})
+    state = model.state_dict()
+    save({key: state} if key else {**state}, checkpoint_id=tmp_path / "fsdp", no_dist=True)
+    import_checkpoint(tmp_path / "fsdp", tmp_path / "new")
+    found = open_weights(tmp_path / "new").tensors
+    assert {n: x.tensor().tolist() for n, x in found.items()} == {n: x.tolist() for n, x in state.items()}
 
 
 def test_pickles_that_torch_would_not_write_are_not_run(tmp_path: Path) -> None:

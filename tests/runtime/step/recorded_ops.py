@@ -35,7 +35,7 @@ class _Noting(TorchDispatchMode):
 
 
 class RecordedOps:
-    """A shardc.runtime.step.step_graph.Graph."""
+    """A shardc.runtime.step.step_graph.CudaGraph."""
 
     made: list[RecordedOps]
 

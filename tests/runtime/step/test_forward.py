@@ -100,7 +100,7 @@ def test_running_a_forward_only_program(tmp_path: Path) -> None:
         run.load(tmp_path / "run")
         values = [run(b, gather=True) for b in batches]
         part = run(program.local(batches[0], mesh.rank), local=True)
-        return values, part, run.evaluate_all(batches), run.engine.full_state_dict(), run.score(batches[0])
+        return values, part, run.evaluate_all(batches), run.full_state_dict(), run.score(batches[0])
 
     for values, part, means, weights, score in loopback(program.mesh, work):
         trained, _ = zoo.gpt()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.zero.optimizer_list import as_one, prefer_fused
+from shardc.runtime.zero.several_optimizers import as_one, prefer_fused
 
 
 class Own(torch.optim.AdamW):

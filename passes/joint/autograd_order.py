@@ -99,8 +99,11 @@ class Backward:
         self._place = {n: i for i, n in enumerate(graph.nodes)}
         self.events: list[Event] = []
         self._started_sums: dict[fx.Node, Gradient] = {}  # by conversion: the sum that is under way
-        self._known_needs: dict[fx.Node, list[Made]] = {}
-        self._known_tasks: dict[fx.Node, list[_Task]] = {}
+        #: By call: the operands that get gradients.
+        self._needs = {
+            n: [m for m in rules.template(n).operands if (t := types.get(m)) is not None and t.grad]
+            for n in self._nodes
+        }
         self._bucket_of = {
             name: i
             for i, b in enumerate(program.buckets)
@@ -116,11 +119,12 @@ class Backward:
         begin = {m: Gradient(replace(Type.contiguous(t.shape, t.dtype), ragged=t.ragged)) for m, t in types.items()}
         self._overlapped = {n for n in self._nodes if self._overlaps(n)}
         self._reached = self._reach({maker for maker, _ in begin})
+        self._tasks = {n: [_Task(n, part) for part in self._parts(n)] for n in self._reached}
         self._gradients: dict[Made, Gradient | None] = dict(begin)
         # how many gradients are still to come: of a value, of a node, and of a bucket how many of its parameters
         self._pending_values: Counter[Made] = Counter()
         for n in self._reached:
-            for task in self._tasks(n):
+            for task in self._tasks[n]:
                 self._pending_values.update(set(self._grads_of(task)))
         self._pending_nodes = Counter(
             {n: sum(self._pending_values[m] for m in self._results(n)) for n in self._reached}
@@ -147,28 +151,18 @@ class Backward:
         count = len(n.meta["value"]) if isinstance(n.meta["value"], tuple) else 1
         return [(n, i) for i in range(count)]
 
-    def _needs(self, n: fx.Node) -> list[Made]:
-        """Return the operands that get gradients."""
-        if n not in self._known_needs:
-            operands = self._rules.template(n).operands
-            self._known_needs[n] = [m for m in operands if (t := self.types.get(m)) is not None and t.grad]
-        return self._known_needs[n]
-
-    def _trained(self, n: fx.Node) -> bool:
-        return any(t is not None and t.grad for t in (self.types.get(m) for m in self._results(n)))
-
     def _reach(self, roots: set[fx.Node]) -> dict[fx.Node, None]:
         reached = dict.fromkeys(roots)
         for n in reversed(self._nodes):
             if n in reached and n.target not in (ops.gather_wait, ops.updated):
-                reached.update(dict.fromkeys(m for m, _ in self._needs(n)))
+                reached.update(dict.fromkeys(m for m, _ in self._needs[n]))
         return reached
 
     def _overlaps(self, n: fx.Node) -> bool:
         over: Any = n.args[2] if len(n.args) > 2 else ()
         axes = (over,) if isinstance(over, str) else over
         return (
-            bool(n.kwargs.get("overlap")) and bool(self._needs(n)) and math.prod(map(self._program.mesh.size, axes)) > 1
+            bool(n.kwargs.get("overlap")) and bool(self._needs[n]) and math.prod(map(self._program.mesh.size, axes)) > 1
         )
 
     def _apart(self, n: fx.Node) -> bool:
@@ -182,11 +176,6 @@ class Backward:
         trained = weight.grad or (bias is not None and bias.grad)
         return trained and of_matrices(len(x.shape), len(weight.shape), None if bias is None else len(bias.shape))
 
-    def _tasks(self, n: fx.Node) -> list[_Task]:
-        if n not in self._known_tasks:
-            self._known_tasks[n] = [_Task(n, part) for part in self._parts(n)]
-        return self._known_tasks[n]
-
     def _parts(self, n: fx.Node) -> tuple[Part, ...]:
         if n.op == "placeholder" or n.target is ops.updated:
             return ()
@@ -196,7 +185,7 @@ class Backward:
 
     def _grads_of(self, task: _Task) -> list[Made]:
         """Return the values whose gradients a task adds to."""
-        needs = self._needs(task.node)
+        needs = self._needs[task.node]
         if task.part == "begin" or task.node.target is ops.gather_wait:
             return []
         if task.part in ("data", "weights"):
@@ -212,8 +201,7 @@ class Backward:
 
     def _ready(self, n: fx.Node) -> None:
         """Queue a node's first task: its results have all their gradients."""
-        tasks = self._tasks(n)
-        if tasks:
+        if tasks := self._tasks[n]:
             self._push(tasks[0])
 
     def _push(self, task: _Task) -> None:
@@ -230,7 +218,7 @@ class Backward:
         elif any(g is not None for g in tangents):
             self._rule(task, tangents)
         if task.part in ("begin", "data"):
-            self._push(self._tasks(n)[1])
+            self._push(self._tasks[n][1])
         self._count_down(set(self._grads_of(task)))
 
     def _rule(self, task: _Task, tangents: tuple[Gradient | None, ...]) -> None:

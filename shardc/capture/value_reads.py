@@ -1,4 +1,4 @@
-"""Handle Python that reads tensor values during capture: constants, checks, harmless branches.
+"""Handle reads of values during capture: Python sees numbers of constants, checks, harmless branches.
 
 A traced tensor has no value. If the model's Python reads one nevertheless, capture continues like this:
 

@@ -21,7 +21,7 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Home
 from shardc.runtime.offload.storage import room_of
 from shardc.runtime.zero.optimizer_check import group_settings, only_params, why_all_at_once
-from shardc.runtime.zero.optimizer_list import class_of
+from shardc.runtime.zero.several_optimizers import class_of
 
 
 class Paged:

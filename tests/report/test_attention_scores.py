@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardc
 from docs.drawing import Drawing
-from shardc.report import scores
+from shardc.report import attention_scores
 from shardc.report.page.data import data
 
 LENGTH = 64
@@ -41,31 +41,31 @@ def program(**sequence: Any) -> shardc.Program:
 
 
 def test_a_zigzag_is_drawn_and_counted() -> None:
-    full, window = scores.squares(program(method="ring", balance="zigzag"))
-    assert full.method == window.method == "ring"
-    assert full.over == (("cp", 4),)
-    assert sum(full.pairs) == LENGTH * (LENGTH + 1) // 2
-    assert len(set(full.pairs)) == 1
-    assert sum(window.pairs) == 8 * LENGTH - 28
-    assert window.sent < full.sent
-    cells = full.cells()
+    full, window = attention_scores.to_json(program(method="ring", balance="zigzag"))
+    assert full["method"] == window["method"] == "ring"
+    assert full["over"] == {"cp": 4}
+    assert sum(full["pairs"]) == LENGTH * (LENGTH + 1) // 2
+    assert len(set(full["pairs"])) == 1
+    assert sum(window["pairs"]) == 8 * LENGTH - 28
+    assert window["bytes"] < full["bytes"]
+    cells = full["cells"]
     assert [row[0] for row in cells] == [r for r in (0, 1, 2, 3, 3, 2, 1, 0) for _ in range(4)]
     assert all((cells[i][j] is None) == (j > i) for i in range(32) for j in range(32))
-    assert all((window.cells()[i][j] is None) == (j > i or j < i - 4) for i in range(32) for j in range(32))
+    assert all((window["cells"][i][j] is None) == (j > i or j < i - 4) for i in range(32) for j in range(32))
 
 
 def test_one_stretch_a_rank_is_uneven() -> None:
-    full, _ = scores.squares(program(method="gather", balance="none"))
-    assert full.uneven > 1.6
-    assert "times the mean" in scores.text(program(method="gather", balance="none"))
+    pairs = attention_scores.to_json(program(method="gather", balance="none"))[0]["pairs"]
+    assert max(pairs) * len(pairs) > 1.6 * sum(pairs)
+    assert "times the mean" in attention_scores.text(program(method="gather", balance="none"))
 
 
 def test_heads_that_are_split() -> None:
-    full, _ = scores.squares(program(method="ulysses"))
-    assert full.heads == (1, 4)
-    assert full.over == ()
-    assert full.method == "heads split"
-    assert "1 of 4 heads" in scores.text(program(method="ulysses"))
+    full, _ = attention_scores.to_json(program(method="ulysses"))
+    assert (full["heads_a_rank"], full["heads"]) == (1, 4)
+    assert full["over"] == {}
+    assert full["method"] == "heads split"
+    assert "1 of 4 heads" in attention_scores.text(program(method="ulysses"))
 
 
 def test_the_picture_has_every_cell() -> None:
@@ -95,5 +95,5 @@ def test_the_page_adds_up_what_a_ring_sends() -> None:
 def test_a_program_without_attention_says_so() -> None:
     spec = {"shardc": 1, "mesh": {"dp": 2}}
     plain = shardc.compile(nn.Linear(4, 4), torch.zeros(4, 4), spec, loss=lambda y, _: y.sum(), prove=False)
-    assert "no attention" in scores.text(plain)
-    assert scores.to_json(plain) == []
+    assert "no attention" in attention_scores.text(plain)
+    assert attention_scores.to_json(plain) == []

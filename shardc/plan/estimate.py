@@ -28,7 +28,7 @@ from shardc.machine.work import Op
 from shardc.plan.price import balanced, beside_layers
 from shardc.plan.runs import Library, Stages, Weights
 from shardc.plan.space import Choice, Core, casts_kept
-from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, N, Stage, Vector, computing, part_of, typical
+from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, WHAT, N, Stage, Vector
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
 
@@ -74,14 +74,12 @@ class Block:
     def of(each: Sequence[Stages], *, sequence_parallel: bool = False) -> Block:
         """Build a block from its stages with each number of ROWS."""
         s = each[0]
-        if s.whole is not None:
-            whole = _vector([x.whole or {} for x in each], s.ranks["whole"].weights)
-            return Block(np.array([whole] * 4), whole=True, sequence_parallel=sequence_parallel)
-        first, one, two, last = (
-            _vector([getattr(x, name) for x in each], s.ranks[name].weights) for name in ("first", "one", "two", "last")
-        )
-        vectors = np.array([first, one, two - one, last])
-        return Block(vectors, beside_layers(s), s.before, s.period, sequence_parallel=sequence_parallel)
+        vectors = [_vector([x.stages[name] for x in each], rank.weights) for name, rank in s.ranks.items()]
+        if "whole" in s.ranks:
+            return Block(np.array(vectors * 4), whole=True, sequence_parallel=sequence_parallel)
+        first, one, two, last = vectors
+        parts = np.array([first, one, two - one, last])
+        return Block(parts, beside_layers(s), s.before, s.period, sequence_parallel=sequence_parallel)
 
     @property
     def unit(self) -> Vector:
@@ -102,25 +100,25 @@ class Block:
 
 def _vector(each: Sequence[Stage], weights: Weights) -> Vector:
     s = each[0]
-    b_kinds = [k for k in computing(s) if k != "F"]
-    forward = [typical(x, "F")[CAUSES] for x in each]
-    backward = [np.sum([typical(x, k)[CAUSES] for k in b_kinds], 0) for x in each]
+    b_kinds = [k for k in s.computing if k != "F"]
+    forward = [x.typical("F")[CAUSES] for x in each]
+    backward = [np.sum([x.typical(k)[CAUSES] for k in b_kinds], 0) for x in each]
     once = [_once(x) for x in each]
-    kept = typical(s, "F")[NET]
-    above = part_of(s, "F", "last")[HIGH] - kept
-    later = part_of(s, b_kinds[0], "last")[HIGH]
+    kept = s.typical("F")[NET]
+    above = s.part("F", "last")[HIGH] - kept
+    later = s.part(b_kinds[0], "last")[HIGH]
     height = above if above.sum() > later.sum() else later
-    stays, sent = s["resident", ""][NET], part_of(s, "SEND_F", "last")[SENT]
+    stays = s["resident", ""][NET]
     grads = np.zeros(N)
     grads[KIND["gradients"]] = weights.trained if stays[KIND["gradients"]] == 0 else 0.0
-    return np.concatenate([*forward, *backward, once, kept, height, stays + grads, [sent], weights])
+    return np.concatenate([*forward, *backward, once, kept, height, stays + grads, [s.sent], weights])
 
 
 def _once(s: Stage) -> float:
     """Return seconds of once-a-step work, and the extra of the first and last microbatch, such as casts."""
-    seconds = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
-    for kind in computing(s):
-        odd = part_of(s, kind, "first") + part_of(s, kind, "last") - 2 * typical(s, kind)
+    seconds = np.sum([s.part(k, "")[CAUSES] for k in ("before", "after", "update")], 0)
+    for kind in s.computing:
+        odd = s.part(kind, "first") + s.part(kind, "last") - 2 * s.typical(kind)
         seconds = seconds + np.where(_SUMMED, odd[CAUSES], 0)
     return float(seconds.sum())
 
@@ -140,17 +138,13 @@ class Table:
 
     def __post_init__(self) -> None:
         some = self.choices
-
-        def column(values: Sequence[float]) -> Vector:
-            return np.array(values, float)
-
         numbers = [(c.pp, c.per_rank, c.rows, c.microbatches, c.zero, c.sharded, c.dp) for c in some]
         self.pp, self.per_rank, self.rows, self.m, self.zero, self.sharded, dp = np.array(numbers, float).T
         self.kept, self.over, self.inputs, self.all = np.array(
             [(c.kept, c.over_experts, bool(c.offload), c.offload == "all") for c in some], bool
         ).T
         self.experts_sharded = np.where(self.over, dp, self.sharded)
-        self.bucket = column([_DATA.bucket_bytes(c.dp * c.cp * c.ep) for c in some])
+        self.bucket = np.array([_DATA.bucket_bytes(c.dp * c.cp * c.ep) for c in some], float)
         self.of_rows = np.array([_parts_of_rows(c.rows) for c in some])
         timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in some]
         self.idle, first, last = np.array(timed, float).T
@@ -228,10 +222,10 @@ def _lines(c: Choice, device: Device, known: dict[object, list[tuple[float, floa
     return known[key]
 
 
-# --- prices of a table
+# --- estimates of a table
 
 
-def priced(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector, Vector]:
+def estimated(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector, Vector]:
     """Return (seconds, live bytes at the peak) of all choices of a table."""
     layers = library.layers
     each = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]

@@ -8,9 +8,10 @@ from dataclasses import replace
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.patterns import did_you_mean, match
+from shardc.ir.patterns import match
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
+from shardc.ir.similar_names import did_you_mean
 from shardc.ir.stored import Input
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded

@@ -22,7 +22,7 @@ from shardc.ir.graph import source_of
 from shardc.ir.stage import mesh_or_rng
 from shardc.runtime import ops
 from shardc.runtime.compiled import masks
-from shardc.runtime.compiled.inductor import Compiler, Run
+from shardc.runtime.compiled.compiler import Compiler, Run
 from shardc.runtime.ops.experts import activation as expert_activation
 from shardc.runtime.ops.experts import products
 from shardc.runtime.ops.opaque import op_of

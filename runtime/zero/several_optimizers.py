@@ -29,9 +29,8 @@ class OptimizerList(Optimizer):
     def __init__(self, members: Sequence[Optimizer], returned: Any) -> None:
         # without Optimizer.__init__, which would make new groups
         self.members, self.returned = tuple(members), returned
-        self._empty = [
-            m for m in members if not _has_params(m)
-        ]  # without parameters on this rank; they still count their steps
+        # without parameters on this rank; they still count their steps
+        self._empty = [m for m in members if not _has_params(m)]
         self.read_groups()
 
     def read_groups(self) -> None:

@@ -7,13 +7,14 @@ earlier. So if a spec has other mistakes, these patterns are reported with them,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardc.errors import Errors
-from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight
+from shardc.ir.patterns import enclosing, expand, match, matches, names_weight
+from shardc.ir.similar_names import SEE_NAMES, did_you_mean
 from shardc.layer_names import of_every_layer
 from shardc.optional import registered
 from shardc.spec.schema import Form
@@ -118,3 +119,43 @@ class Names:
                 helped += 1
                 fix = did_you_mean(pattern, self.modules, SEE_NAMES) if helped <= HELPED else SEE_NAMES
                 errors.add(f"pattern {pattern!r} matches no module of the model", where=places.where(path), fix=fix)
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A pattern of the spec that selects modules. where: its place in the spec.
+
+    shown: how errors quote it, if not as the pattern. group: patterns compete for a module only within their group.
+    every: of the modules that the pattern matches, every `every`-th is selected, from the first on.
+    """
+
+    pattern: str
+    where: str
+    shown: str = ""
+    group: str = ""
+    every: int = 1
+
+
+def select_modules(
+    selectors: Sequence[Selector], modules: Sequence[str], aliases: Mapping[str, Sequence[str]], errors: Errors
+) -> list[list[str]]:
+    """Return for each selector the outermost modules that match and that no earlier selector has taken.
+
+    They are in the order of `modules`. `layers.*` means the layers and not everything in them, though `*` matches dots
+    too. aliases: see `matches`. Adds an error for every pattern that matches nothing, or that never wins.
+    """
+    taken: set[tuple[str, str]] = set()
+    selected = []
+    for s in selectors:
+        matched = {m for m in modules if matches(s.pattern, m, aliases)}
+        outermost = [m for m in modules if m in matched and matched.isdisjoint(enclosing(m)[:-1])]
+        shown = repr(s.shown or s.pattern)
+        if not outermost:
+            fix = did_you_mean(s.pattern, sorted(modules), SEE_NAMES)
+            errors.add(f"pattern {shown} matches no module that computes anything", where=s.where, fix=fix)
+        elif all((s.group, m) in taken for m in outermost):
+            fault = f"pattern {shown} never wins: earlier patterns match all modules that it matches"
+            errors.add(fault, where=s.where, fix="delete it, or move it up")
+        selected.append([m for m in outermost[:: s.every] if (s.group, m) not in taken])
+        taken |= {(s.group, m) for m in selected[-1]}
+    return selected

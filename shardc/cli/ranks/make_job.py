@@ -23,6 +23,7 @@ from shardc.cli.common import Show, console, example_sizes, is_artifact, model_o
 from shardc.cli.options import Named
 from shardc.cli.ranks import lasting_output
 from shardc.errors import Errors, ShardcError
+from shardc.runtime import time_limits
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -31,20 +32,21 @@ if TYPE_CHECKING:
 
 _NAME, _LOCK = "shardc-run-", ".lock"
 POLL = 0.1  # seconds between looks into the store
-SAVING = 120.0  # seconds that ranks have for a save when a signal stops the run
 
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
     """Yield a new folder, after the removal of folders that killed runs left. It is removed at the end."""
+    from shardc.runtime.launch import temporary_folder
     from shardc.runtime.state.disk_calls import Lock
 
-    for left in Path(tempfile.gettempdir()).glob(f"{_NAME}*/{_LOCK}"):
+    around = temporary_folder()
+    for left in Path(around).glob(f"{_NAME}*/{_LOCK}"):
         with suppress(OSError):  # it is in use, removed, or of another user
             lock = Lock(left)
             shutil.rmtree(left.parent, ignore_errors=True)
             lock.release()
-    with tempfile.TemporaryDirectory(prefix=_NAME) as folder:
+    with tempfile.TemporaryDirectory(prefix=_NAME, dir=around) as folder:
         path = Path(folder) / ".new"
         lock = Lock(path)  # locked before it gets the name that others look for
         path.rename(Path(folder) / _LOCK)
@@ -73,7 +75,7 @@ def ranks(named: Named, nproc: int | None, weights: Path | None, watch: float | 
         launch.join_slurm()
         joined = launch.in_world()
         if joined:
-            presence.begin(launch.NAMED if watch is None else watch)
+            presence.begin(time_limits.NAMED if watch is None else watch)
         if joined and (key := _shared()) and os.environ["LOCAL_RANK"] != "0":
             from shardc.cli.ranks import worker
 
@@ -233,7 +235,7 @@ class Ranks:
                 self._program.mesh,
                 folder=self.folder,
                 stdout=sys.stderr.fileno() if self.named.as_json else None,
-                patience=SAVING,
+                patience=time_limits.SAVING,
             )
             if (errors := self.folder / launch.ERRORS).exists():
                 self.show(document={"errors": json.loads(errors.read_text())})
