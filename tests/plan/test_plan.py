@@ -224,6 +224,7 @@ def large() -> Planner:
         Choice(dp=8, zero=1, rows=2, microbatches=1, checkpoint="full"),
         Choice(dp=2, zero=3, kept=True, rows=2, microbatches=4),
         Choice(pp=2, dp=2, zero=1, rows=1, microbatches=8, schedule="zb-h1"),
+        Choice(pp=2, rows=2, microbatches=8, schedule="zb-v", per_rank=2),
         Choice(pp=4, dp=2, zero=3, rows=1, microbatches=8, schedule="1f1b", checkpoint="full"),
     ],
     ids=str,
