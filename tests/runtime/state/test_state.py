@@ -25,6 +25,7 @@ from shardc.runtime.state.checkpoint_folder import checkpoints_in, read_index
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init import named_tensors, record
 from shardc.runtime.state.owners import RankState
+from shardc.runtime.state.torch_format import export_checkpoint, import_checkpoint
 
 torch.set_num_threads(1)
 
@@ -392,8 +393,6 @@ def test_safetensors_reads_the_files_of_a_checkpoint(tmp_path: Path) -> None:
 def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    from shardc.runtime.state.torch_format import export_checkpoint, import_checkpoint
-
     model = Net()
     _save(tmp_path / "c", model, {"tp": 4}, {"step": 3, "seed": 5}, OPTIMIZERS["adamw"])
     export_checkpoint(checkpoints_in(tmp_path / "c")[0].path, tmp_path / "torch")
@@ -412,8 +411,6 @@ def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path
 
 
 def test_pickles_that_torch_would_not_write_are_not_run(tmp_path: Path) -> None:
-    from shardc.runtime.state.torch_format import import_checkpoint
-
     class Trap:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "ran"),)
