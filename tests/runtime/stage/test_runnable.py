@@ -20,9 +20,8 @@ def test_two_ranks_make_their_step_graphs_at_the_same_time() -> None:
     """
     model, batch = zoo.gpt()
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}})
-    first, second = (
-        RunnableStage(program, i, Tools(torch.device("cpu"), OffloadedTensors(torch.device("cpu")))) for i in (0, 1)
-    )
+    tools = Tools(torch.device("cpu"), OffloadedTensors(torch.device("cpu")))
+    first, second = (RunnableStage(program, i, tools) for i in (0, 1))
     held, ended = threading.Event(), [threading.Event(), threading.Event()]
 
     def in_a_step() -> None:

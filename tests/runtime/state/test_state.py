@@ -25,6 +25,7 @@ from shardc.runtime.state.checkpoint_folder import checkpoints_in, read_index
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init import named_tensors, record
 from shardc.runtime.state.owners import RankState
+from shardc.runtime.state.torch_format import export_checkpoint, import_checkpoint
 from shardc.runtime.state.weight_files import open_weights
 
 torch.set_num_threads(1)
@@ -393,8 +394,6 @@ def test_safetensors_reads_the_files_of_a_checkpoint(tmp_path: Path) -> None:
 def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    from shardc.runtime.state.torch_format import export_checkpoint, import_checkpoint
-
     model = Net()
     _save(tmp_path / "c", model, {"tp": 4}, {"step": 3, "seed": 5}, OPTIMIZERS["adamw"])
     export_checkpoint(checkpoints_in(tmp_path / "c")[0].path, tmp_path / "torch")
@@ -418,8 +417,6 @@ def test_a_checkpoint_of_fsdp_is_imported_and_begun_from(key: str, tmp_path: Pat
     """With the state_dict under a key, as accelerate writes it, or not: a name may begin with model itself."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from shardc.runtime.state.torch_format import import_checkpoint
-
     model = nn.ModuleDict({"model": nn.ModuleDict({"up": nn.Linear(4, 4)}), "lm_head": nn.Linear(4, 4)})
     state = model.state_dict()
     save({key: state} if key else {**state}, checkpoint_id=tmp_path / "fsdp", no_dist=True)
@@ -429,8 +426,6 @@ def test_a_checkpoint_of_fsdp_is_imported_and_begun_from(key: str, tmp_path: Pat
 
 
 def test_pickles_that_torch_would_not_write_are_not_run(tmp_path: Path) -> None:
-    from shardc.runtime.state.torch_format import import_checkpoint
-
     class Trap:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "ran"),)

@@ -126,9 +126,9 @@ def test_options_that_are_set_on_some_ranks_or_mean_nothing_are_refused() -> Non
 
 
 def test_what_is_set_goes_to_an_engine_of_another_plan() -> None:
-    other = compiled("zero 3")  # not in the ranks: they are threads
+    one, other = compiled("zero 1"), compiled("zero 3")  # not in the ranks, which are threads
 
-    @on_engines(compiled("zero 1"), NET, sgd)
+    @on_engines(one, NET, sgd)
     def _(engine: Engine, mesh: LoopbackMesh) -> None:
         engine.set(clip_norm=0.5, nonfinite="skip")
         assert engine.to(other).clip_norm == 0.5
