@@ -11,6 +11,8 @@ structure.py     `use: structure`: pairs in the graph     experts.py       `expe
 padding.py       `uneven: pad`                            outputs.py       `outputs`: the layouts of outputs
 attention_bands.py   which keys each row of attention sees
 
+Optional features add their splits (`passes.annotate`): `sequence`, along the tokens.
+
 weight_roles.py   the meaning of `column`, `row`, `vocab`   kv_heads.py        key-value heads that ranks share
 propagate_split.py   what else is split with a value        indivisible.py     errors for sizes that ranks do not divide
 spec_layouts.py   the spec's text as a layout               to_spec.py         splits as entries of a spec
@@ -29,6 +31,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import OtherForward
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
+from shardc.optional import registered
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
@@ -70,12 +73,14 @@ class Annotate(Pass):
         outputs = wanted_outputs(spec, program.outputs, mesh, errors, notes, all_named=self.options.forward is True)
         if isinstance(self.options.forward, OtherForward):
             outputs = self.options.forward.outputs(outputs)
-        errors.raise_any()
         if running is not None:  # how it splits parameters and buffers
             fixed = {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in running.params_and_buffers if x.fqn}
             layouts = {name: x for name, x in (layouts | fixed).items() if name not in fixed or x.items}
-        program = program.with_layouts(layouts)
-        return replace(program, mesh=mesh, outputs=outputs, notes=(*program.notes, *notes))
+        program = replace(program.with_layouts(layouts), mesh=mesh)
+        for of_feature in registered("passes", "annotate"):
+            program = of_feature(spec, program, errors)
+        errors.raise_any()
+        return replace(program, outputs=outputs, notes=(*program.notes, *notes))
 
     def _split_weights(
         self, spec: Spec, program: Program, weights: Weights, errors: Errors, notes: list[str]

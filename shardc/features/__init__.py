@@ -14,7 +14,7 @@ program     STORED: the type of what the feature puts into `Program.features`; f
 ops         OPS: ops of programs, by name; PRODUCTS, JOINED, PACKED: which of them are of a kind that core knows
 rules       the rules of its ops: an import registers them
 passes      PASSES: the stage that each pass of the feature follows, and its own stage; DERIVATIVES; how_rounded
-            improve_placement: called after placement on an axis of tokens
+            annotate: adds layouts at the end of that pass; improve_placement: after placement on an axis of tokens
 proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
             StandIns: the parameters that optimizers get (shardc.runtime.state.owners); assumed_optimizer: for costs;

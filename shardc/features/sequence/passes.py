@@ -11,7 +11,6 @@ the sequence's order. Parameters' gradients are summed over the axis.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -22,19 +21,17 @@ from shardc.features.sequence.causal_convs import use_conv1d
 from shardc.features.sequence.methods import Method
 from shardc.features.sequence.scans import split_by_other_dims
 from shardc.features.sequence.section import Sequence
-from shardc.ir.graph import copy_graph, placeholders, source_of, value_of, values_of
+from shardc.ir.graph import placeholders, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.ir.types import behind
-from shardc.passes import Entry
 from shardc.passes.annotate import weight_axes
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.inputs import input_name
 from shardc.passes.annotate.padding import padded
-from shardc.passes.base import Pass
 from shardc.rules.attention import OPS
 from shardc.rules.core.op_call import call_of
 from shardc.spec import Spec
@@ -44,28 +41,16 @@ aten = torch.ops.aten
 improve_placement = split_by_other_dims
 
 
-@dataclass(frozen=True)
-class SplitSequence(Pass):
-    """Adds the split to the layouts of inputs, pins to ids, and its method to each attention's `meta`."""
-
-    def applies(self, program: Program) -> bool:
-        return section.of(self.spec) is not None
-
-    def run(self, program: Program) -> Program:
-        sequence = section.of(self.spec)
-        assert sequence is not None
-        program = replace(program, graph=copy_graph(program.graph))
-        use_conv1d(program.graph)
-        errors = Errors()
-        program = _split_inputs(self.spec, sequence, program, errors)
-        _mark_methods(self.spec, sequence, program, errors)
-        _split_ids(self.spec, sequence, program)
-        errors.raise_any()
+def annotate(spec: Spec, program: Program, errors: Errors) -> Program:
+    """Add the split to the layouts of inputs, pins to ids, and its method to each attention's `meta`."""
+    sequence = section.of(spec)
+    if sequence is None:
         return program
-
-
-#: Each with the pass that it follows.
-PASSES = (("annotate", Entry("sequence", SplitSequence, "tokens are split beside the rows that annotate has split")),)
+    use_conv1d(program.graph)
+    program = _split_inputs(spec, sequence, program, errors)
+    _mark_methods(spec, sequence, program, errors)
+    _split_ids(spec, sequence, program)
+    return program
 
 
 def _dim(sequence: Sequence, x: Input) -> int | None:
@@ -112,7 +97,7 @@ def _split_inputs(spec: Spec, sequence: Sequence, program: Program, errors: Erro
     split.
     """
     mesh, nodes, names = program.mesh, placeholders(program.graph), [input_name(x) for x in program.inputs]
-    where = spec.where(("sequence", "axis"))
+    where, before = spec.where(("sequence", "axis")), len(errors.found)
     for pattern in sequence.dims:
         if pattern != "*" and not any(match(pattern, n) for n in names):
             place = spec.where(("sequence", "dims", pattern))
@@ -141,7 +126,7 @@ def _split_inputs(spec: Spec, sequence: Sequence, program: Program, errors: Erro
         layouts[x.name] = Layout.of({**dict(x.layout.items), **dict(layout.items)}, mesh)
         cause = dict.fromkeys(mesh.digits(*sequence.axis), f"{where} sequence dim {dim} of {name!r}")
         nodes[x.name].meta["cause"] = nodes[x.name].meta.get("cause", {}) | cause
-    if not layouts and not errors.found:
+    if not layouts and len(errors.found) == before:
         known = ", ".join(f"{name} {list(x.shape)}" for x, name in zip(program.inputs, names, strict=True))
         fault = f"no input has a sequence that {' × '.join(sequence.axis)} could split: {known}"
         errors.add(fault, where=where, fix="name the dim: sequence: {dims: {NAME: 1}}, or leave the section out")

@@ -688,6 +688,13 @@ def test_dims_that_are_not_there() -> None:
     assert "no input has a sequence" in str(refused({"sequence": {"axis": "cp", "dims": {"*": None}}}))
 
 
+def test_mistakes_of_other_sections_are_named_beside_those_of_the_sequence() -> None:
+    mistakes = {"shard": {"axis": "tp", "missing": "column"}, "sequence": {"axis": "cp", "dims": {"idz": 1, "*": 1}}}
+    error = str(refused({"mesh": {"cp": 2, "tp": 2}, **mistakes}))
+    assert "'missing' matches no" in error
+    assert "pattern 'idz' matches no input" in error
+
+
 def test_methods_that_an_attention_does_not_have() -> None:
     def message(name: str, method: Any, **mesh: int) -> str:
         with pytest.raises(shardc.ShardcError) as caught:
