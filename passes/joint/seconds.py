@@ -108,15 +108,13 @@ class Seconds:
         if not key:
             key = repr((target_text(n.target), self._with_types(n.args), self._with_types(n.kwargs, leave=("tag",))))
             self._keys[id(like), id(n.target)] = like, key
-        if key not in self._found:
-            anywhere = isinstance(n.target, OpOverload) and "@" not in key  # it depends on no mesh
-            work = _OF_TORCH.get(key) if anywhere else None
-            self._found[key] = work if work is not None else self._run(n, key)
-            if anywhere:
-                _OF_TORCH[key] = self._found[key]
+        anywhere = isinstance(n.target, OpOverload) and "@" not in key  # it depends on no mesh
+        works = _OF_TORCH if anywhere else self._found
+        if key not in works:
+            works[key] = self._run(n, key)
         if n.target is ops.opaque:
             self._tapes.update((u.name, key) for u in n.users if u.meta.get("value") is None)
-        return self._found[key]
+        return works[key]
 
     def tape_bytes(self, n: fx.Node) -> int:
         """Return the bytes that a tape holds, in an unfinished graph; 0 for other values."""

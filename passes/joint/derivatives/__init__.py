@@ -104,16 +104,13 @@ class Rules:
             return self._by_value(node, operands)
         call = self.template(node)
         key = (call.key, tuple(operands))
-        if key not in self._facts:
-            known = _FACTS.get(key) if isinstance(call.target, OpOverload) else None
+        cache = _FACTS if isinstance(call.target, OpOverload) else self._facts
+        if (facts := cache.get(key) or self._facts.get(key)) is None:
             try:
-                self._facts[key] = known or self._run(call, operands)
+                facts = cache[key] = self._run(call, operands)
             except Exception:  # code that was not written for tensors without data: use the known types of its results
-                self._facts[key] = self._by_value(node, operands)
-            else:
-                if isinstance(call.target, OpOverload):
-                    _FACTS[key] = self._facts[key]
-        return self._facts[key]
+                facts = self._facts[key] = self._by_value(node, operands)
+        return facts
 
     def _by_value(self, node: fx.Node, operands: Sequence[Type]) -> Facts:
         grad = any(t.grad for t in operands) or node.target in (ops.gather_wait, ops.updated)
@@ -138,17 +135,12 @@ class Rules:
         """Return the derivative of a call, or a part of it (shardc.passes.joint.autograd_order)."""
         call = self.template(node)
         key = (part, call.key, request)
-        if key not in self._rules:
+        cache = _RULES if isinstance(call.target, OpOverload) else self._rules
+        if key not in cache:
             by_hand = transposed if call.target in CONVERTED or call.target in LINEAR | EXCHANGES.keys() else None
             by_hand = table("passes", "DERIVATIVES").get(call.target) or _PARTS[part] or by_hand
-            of_torch = isinstance(call.target, OpOverload)
-            rule = _RULES.get(key) if of_torch else None
-            if rule is None:
-                rule = by_hand(self.rank, call, request) if by_hand is not None else self._derive(node, call, request)
-            self._rules[key] = rule
-            if of_torch:
-                _RULES[key] = rule
-        return self._rules[key]
+            cache[key] = by_hand(self.rank, call, request) if by_hand else self._derive(node, call, request)
+        return cache[key]
 
     def _derive(self, node: fx.Node, call: Template, request: Request) -> Rule:
         if self._traceable(call) and not any(t.ragged for t in request.operands):
