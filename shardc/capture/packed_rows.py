@@ -44,6 +44,8 @@ def notes(program: Program, batch: Any) -> tuple[str, ...]:
     if (convolves := next((n for n in calls(program.graph) if _convolves(n, size)), None)) is not None:
         text = "this convolution, and a scan after it, run from one sequence into the next: give each a row of its own"
         result.append(f"{source_of(convolves).line}: {begins} {text}")
+    if not result and not placeholders(program.graph)[anew[0]].users:
+        result.append(f"{begins} nothing reads them: give each sequence a row of its own")
     return tuple(result)
 
 

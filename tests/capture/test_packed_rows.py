@@ -154,6 +154,7 @@ NOTES: dict[str, tuple[Any, str]] = {
     "one's own": (lambda: own("causal"), "(pos), as in packed rows, but the mask of this attention"),
     "one's own, by documents": (lambda: own("documents"), ""),
     "a convolution": (lambda: of(sequences.FAMILIES["qwen3_5"]), "this convolution, and a scan after it, run"),
+    "a recurrence": (lambda: of(hf.families("hf_more")["rwkv"]), "as in packed rows, but nothing reads them"),
     "padding on the left": (lambda: of(FAMILIES["llama"], **PADDED), ""),
     "one sequence a row": (lambda: of(FAMILIES["llama"], position_ids=torch.arange(SEQ).expand(BATCH, SEQ)), ""),
 }
