@@ -86,10 +86,9 @@ FORMS = {
 }
 
 
-HOW = ["loss", "use_cache", "checkpointing", "eager", "flex_attention"]
+HOW = ["loss", "use_cache", "eager", "flex_attention"]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of gradient_checkpointing_enable
 @pytest.mark.parametrize(
     ("form", "how"), [*((form, "labels") for form in FORMS), *(("of all rows", how) for how in HOW)]
 )
@@ -105,8 +104,6 @@ def test_however_positions_come_and_the_step_is_written(form: str, how: str) -> 
         batch["targets"] = batch.pop("labels")
     elif how == "use_cache":
         batch["use_cache"] = True  # type: ignore[assignment]
-    elif how == "checkpointing":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     elif how != "labels":
         model.set_attn_implementation(how)
     with zoo.Wide():
