@@ -38,6 +38,7 @@ POLL = 0.05  # seconds between looks at the ranks
 GRACE = 1.0
 #: The longest name of a temporary folder: a socket's name has at most 107 bytes, and 38 of them come after it.
 LONGEST = 69
+SHORTER = f"set TMPDIR to a folder with a name of at most {LONGEST} bytes"
 #: Default seconds after which a rank that the others wait for is named.
 NAMED = 8.0
 #: Exit status of a rank that ended because another one failed, or does not answer.
@@ -114,17 +115,18 @@ def temporary_folder() -> str:
     named = tempfile.gettempdir()
     if len(os.fsencode(named)) <= LONGEST:
         return named
-    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    fault = f"the folder's name has {len(os.fsencode(named))} bytes: sockets in it would have too long names"
-    raise ShardcError(fault, where="TMPDIR", fix=f"set TMPDIR to a folder with a name of at most {LONGEST} bytes")
+    usual = (folder for folder in ("/tmp", "/var/tmp", "/dev/shm") if os.access(folder, os.W_OK | os.X_OK))
+    if (folder := next(usual, None)) is None:
+        fault = f"the folder's name has {len(os.fsencode(named))} bytes: sockets in it would have too long names"
+        raise ShardcError(fault, where="TMPDIR", fix=SHORTER)
+    return folder
 
 
-def short_sockets() -> None:
+def short_sockets() -> bool:
     """Make multiprocessing choose a folder for its sockets in which they fit; else it waits for ever.
 
-    DataLoader's workers send tensors over sockets; managers, forkserver and pools have some, too.
+    DataLoader's workers send tensors over sockets; managers, forkserver and pools have some, too. Return whether that
+    is not the folder for temporary files.
     """
     if (folder := temporary_folder()) != (named := tempfile.gettempdir()):
         tempfile.tempdir = folder
@@ -132,6 +134,7 @@ def short_sockets() -> None:
             multiprocessing.util.get_temp_dir()  # its first call chooses
         finally:
             tempfile.tempdir = named
+    return folder != named
 
 
 def free_port() -> int:

@@ -109,11 +109,9 @@ class Program(ir.Program):
         raise ShardcError("a program is not called", where="program(...)", fix=fix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardcError(
-            "a program is not pickled: it would come with the code of the model, and of a version of torch",
-            where="pickle of a program",
-            fix="program.save(folder), and shardc.load(folder) where it is needed; or compile it there",
-        )
+        fault = "a program is not pickled: it would come with the code of the model, and of a version of torch"
+        fix = "program.save(folder), and shardc.load(folder) where it is needed; or compile it there"
+        raise ShardcError(fault, where="pickle of a program", fix=fix)
 
     def save(self, folder: str | Path) -> None:
         """Write the artifact (shardc.artifact): readable Python, layouts, manifest; no pickle."""

@@ -86,9 +86,6 @@ def _refuse(
     missing = [p.name for p in plain[len(args) :] if p.default is p.empty and p.name not in kwargs]
     if missing and not errors.found:
         needs = ", ".join(p.name for p in plain if p.default is p.empty)
-        errors.add(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            where=name,
-            fix=f"{name}({needs})",
-        )
+        fault, fix = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", f"{name}({needs})"
+        errors.add(fault, where=name, fix=fix)
     errors.raise_any()

@@ -192,11 +192,8 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
             return None
         halves = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
         if f"{stage}.py" in files.edited and files.edited.isdisjoint(halves):
-            raise ShardcError(
-                f"{stage}.py was edited, and {halves[0]} and {halves[1]}, which a training step runs, were not",
-                where=files.path(f"{stage}.py"),
-                fix="edit all of them, or compile again",
-            )
+            fault = f"{stage}.py was edited, and {halves[0]} and {halves[1]}, which a training step runs, were not"
+            raise ShardcError(fault, where=files.path(f"{stage}.py"), fix="edit all of them, or compile again")
         forms = [forward, ((), ANY), None] if halves[2] in files else [forward, ()]
         return Joint(*(graph(f, local, form, joint=True) for f, form in zip(halves, forms, strict=False)))
 
