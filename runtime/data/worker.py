@@ -157,8 +157,8 @@ class Stream(IterableDataset[Any]):
 
 def started(data: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator of data; a DataLoader starts its workers then. Raises ShardcError if they cannot get it."""
-    workers = getattr(data, "num_workers", 0)
-    if short_sockets() and workers and torch.multiprocessing.get_sharing_strategy() == "file_system":
+    workers, sharing = getattr(data, "num_workers", 0), torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    if short_sockets() and workers and sharing == "file_system":
         fault = "torch's sharing strategy file_system makes sockets in this folder, whose name is too long for them"
         raise ShardcError(fault, where="TMPDIR", fix=SHORTER)
     try:
