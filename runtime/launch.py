@@ -35,6 +35,7 @@ _FOLDER = "SHARDC_REPORTS"
 POLL = 0.05  # seconds between looks at the ranks
 #: The longest name of a temporary folder: a socket's name has at most 107 bytes, and 38 of them come after it.
 LONGEST = 69
+SHORTER = f"set TMPDIR to a folder with a name of at most {LONGEST} bytes"
 #: Exit status of a rank that ended because another one failed, or does not answer.
 GAVE_UP = 75
 #: The file in a run's folder with the errors of the rank that failed first, for --json.
@@ -107,17 +108,18 @@ def temporary_folder() -> str:
     named = tempfile.gettempdir()
     if len(os.fsencode(named)) <= LONGEST:
         return named
-    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    fault = f"the folder's name has {len(os.fsencode(named))} bytes: sockets in it would have too long names"
-    raise ShardcError(fault, where="TMPDIR", fix=f"set TMPDIR to a folder with a name of at most {LONGEST} bytes")
+    usual = (folder for folder in ("/tmp", "/var/tmp", "/dev/shm") if os.access(folder, os.W_OK | os.X_OK))
+    if (folder := next(usual, None)) is None:
+        fault = f"the folder's name has {len(os.fsencode(named))} bytes: sockets in it would have too long names"
+        raise ShardcError(fault, where="TMPDIR", fix=SHORTER)
+    return folder
 
 
-def short_sockets() -> None:
+def short_sockets() -> bool:
     """Make multiprocessing choose a folder for its sockets in which they fit; else it waits for ever.
 
-    DataLoader's workers send tensors over sockets; managers, forkserver and pools have some, too.
+    DataLoader's workers send tensors over sockets; managers, forkserver and pools have some, too. Return whether that
+    is not the folder for temporary files.
     """
     if (folder := temporary_folder()) != (named := tempfile.gettempdir()):
         tempfile.tempdir = folder
@@ -125,6 +127,7 @@ def short_sockets() -> None:
             multiprocessing.util.get_temp_dir()  # its first call chooses
         finally:
             tempfile.tempdir = named
+    return folder != named
 
 
 def free_port() -> int:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 from shardc.errors import ShardcError
 from shardc.runtime.data.sample_errors import Failed, add_note, named
 from shardc.runtime.data.sampler import Key
-from shardc.runtime.launch import short_sockets
+from shardc.runtime.launch import SHORTER, short_sockets
 from shardc.runtime.rng import key
 
 # Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them.
@@ -155,11 +155,14 @@ class Stream(IterableDataset[Any]):
 
 def started(data: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator of data; a DataLoader starts its workers then. Raises ShardcError if they cannot get it."""
-    short_sockets()
+    workers, sharing = getattr(data, "num_workers", 0), torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    if short_sockets() and workers and sharing == "file_system":
+        fault = "torch's sharing strategy file_system makes sockets in this folder, whose name is too long for them"
+        raise ShardcError(fault, where="TMPDIR", fix=SHORTER)
     try:
         return iter(data)
     except (AttributeError, TypeError, pickle.PicklingError) as e:
-        if not getattr(data, "num_workers", 0) or not re.search("pickle|local object", str(e)):
+        if not workers or not re.search("pickle|local object", str(e)):
             raise
         fault = f"workers that start as new Python processes (spawn, forkserver) cannot get the data: {e}"
         fix = "define functions and classes at the top level of the file, or DataLoader(multiprocessing_context='fork')"

@@ -1,4 +1,4 @@
-"""Note packed rows whose sequences reach one another: positions begin anew inside of a row, and nothing heeds that.
+"""Note packed rows whose sequences reach one another: positions restart inside of a row, and nothing heeds that.
 
     position_ids  0 1 2 0 1 2 3      scaled_dot_product_attention(q, k, v, is_causal=True): the second sees the first
 
@@ -30,11 +30,11 @@ def notes(program: Program, batch: Any) -> tuple[str, ...]:
     if any(x.is_meta or isinstance(x, FakeTensor) for x in given.values()):
         return ()
     padding = {n: x for n, x in given.items() if "mask" in n and (x.dim() < 3 or x.shape[-2] != x.shape[-1])}
-    anew = [n for n, x in given.items() if _POSITIONS.search(n) and _begins_anew(x, [*padding.values()])]
-    if not anew:
+    restarts = [n for n, x in given.items() if _POSITIONS.search(n) and _restarts(x, [*padding.values()])]
+    if not restarts:
         return ()
-    size, result = given[anew[0]].shape[-1], []
-    begins = f"positions begin anew inside of rows ({anew[0]}), as in packed rows, but"
+    size, result = given[restarts[0]].shape[-1], []
+    begins = f"positions restart inside of rows ({restarts[0]}), as in packed rows, but"
     if (attends := _attention(program, size, {*padding})) is not None:
         fix = "pass an attention_mask [rows, 1, tokens, tokens] that is True where a token sees another"
         if padding:
@@ -44,10 +44,12 @@ def notes(program: Program, batch: Any) -> tuple[str, ...]:
     if (convolves := next((n for n in calls(program.graph) if _convolves(n, size)), None)) is not None:
         text = "this convolution, and a scan after it, run from one sequence into the next: give each a row of its own"
         result.append(f"{source_of(convolves).line}: {begins} {text}")
+    if not result and not placeholders(program.graph)[restarts[0]].users:
+        result.append(f"{begins} nothing reads them: give each sequence a row of its own")
     return tuple(result)
 
 
-def _begins_anew(x: Tensor, masks: list[Tensor]) -> bool:
+def _restarts(x: Tensor, masks: list[Tensor]) -> bool:
     """Return whether a position is less than the one before it, where neither is padding."""
     if x.is_floating_point() or not x.dim():
         return False

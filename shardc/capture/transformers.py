@@ -83,7 +83,7 @@ def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Te
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Turn off the caches of transformers models inside the block: a step needs none.
 
-    With one, the library does not look for positions that begin anew, and packed sequences attend to one another.
+    With one, the library does not look for positions that restart, and packed sequences attend to one another.
     """
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
     with ExitStack() as stack:

@@ -231,8 +231,8 @@ def _import(path: Path) -> ModuleType:
                 assert spec is not None
                 assert spec.loader is not None
                 sys.modules[name] = module = importlib.util.module_from_spec(spec)
+                _IMPORTED.append(module)
                 spec.loader.exec_module(module)
-            _IMPORTED.append(module)
         except SyntaxError as e:
             file = str(path) if e.filename and Path(e.filename).resolve() == path.resolve() else e.filename
             code = f" ({e.text.strip()})" if e.text and e.text.strip() else ""

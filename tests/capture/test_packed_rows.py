@@ -1,4 +1,4 @@
-"""Sequences packed into a row, told by positions that begin anew: a step computes what it would of each alone, on any
+"""Sequences packed into a row, told by positions that restart: a step computes what it would of each alone, on any
 mesh; a note says where a model does not part them.
 """
 
@@ -73,7 +73,7 @@ def test_each_sequence_is_computed_as_if_alone(family: str, tmp_path: Path) -> N
     with zoo.Wide():
         captured = capture(model, batch)
         programs = [shardc.compile(model, batch, {"shardc": 1, **s}, captured=captured) for s in SPECS]
-    assert [n for n in captured.notes if "begin anew" in n] == []
+    assert [n for n in captured.notes if "restart" in n] == []
     for program in programs:
         equality.assert_equal(shardc.verify.simulate(program, model, batch), loss, grads)
 
@@ -86,10 +86,9 @@ FORMS = {
 }
 
 
-HOW = ["loss", "use_cache", "checkpointing", "eager", "flex_attention"]
+HOW = ["loss", "use_cache", "eager", "flex_attention"]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of gradient_checkpointing_enable
 @pytest.mark.parametrize(
     ("form", "how"), [*((form, "labels") for form in FORMS), *(("of all rows", how) for how in HOW)]
 )
@@ -105,14 +104,12 @@ def test_however_positions_come_and_the_step_is_written(form: str, how: str) -> 
         batch["targets"] = batch.pop("labels")
     elif how == "use_cache":
         batch["use_cache"] = True  # type: ignore[assignment]
-    elif how == "checkpointing":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     elif how != "labels":
         model.set_attn_implementation(how)
     with zoo.Wide():
         program = shardc.compile(model, batch, {"shardc": 1, **CP}, **options)
     equality.assert_equal(shardc.verify.simulate(program, model, batch), loss, grads)
-    assert [n for n in program.notes if "begin anew" in n] == []
+    assert [n for n in program.notes if "restart" in n] == []
 
 
 def own(mask: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -154,6 +151,7 @@ NOTES: dict[str, tuple[Any, str]] = {
     "one's own": (lambda: own("causal"), "(pos), as in packed rows, but the mask of this attention"),
     "one's own, by documents": (lambda: own("documents"), ""),
     "a convolution": (lambda: of(sequences.FAMILIES["qwen3_5"]), "this convolution, and a scan after it, run"),
+    "a recurrence": (lambda: of(hf.families("hf_more")["rwkv"]), "as in packed rows, but nothing reads them"),
     "padding on the left": (lambda: of(FAMILIES["llama"], **PADDED), ""),
     "one sequence a row": (lambda: of(FAMILIES["llama"], position_ids=torch.arange(SEQ).expand(BATCH, SEQ)), ""),
 }
@@ -163,6 +161,6 @@ NOTES: dict[str, tuple[Any, str]] = {
 def test_positions_that_begin_anew_and_that_nothing_reads_are_noted(what: str) -> None:
     make, said = NOTES[what]
     model, batch = make()
-    notes = [n for n in capture(model, batch, prove=False).notes if "begin anew" in n]
+    notes = [n for n in capture(model, batch, prove=False).notes if "restart" in n]
     assert len(notes) == bool(said), notes
     assert all(said in n for n in notes)

@@ -25,6 +25,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.stored import Input
 from shardc.runtime.data.loader import Loader, Rest
+from shardc.runtime.data.worker import started
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from tests import example_program, warm
@@ -763,6 +764,23 @@ def test_what_a_dataset_raises_comes_as_it_is_and_names_the_sample(workers: int)
     assert (error.args, notes) == (("x",), ["in the iterable dataset's sample 3", *here])
     error, notes = failure(Numbers(8), workers, collate_fn=collate_none, shuffle=False)
     assert (error.row, notes) == (8, ["in the collate function, of samples 0, 1, 2, 3, 4, 5, 6, 7", *here])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_what_a_new_process_cannot_get_is_named(start: str) -> None:
+    data = DataLoader([1, 2], num_workers=1, multiprocessing_context=start, collate_fn=lambda samples: samples)  # type: ignore[arg-type]
+    with pytest.raises(ShardcError, match=r"data: workers that start as new Python processes(.|\n)*local object") as e:
+        started(data)
+    assert "at the top level of the file" in e.value.fix
+    assert list(started([1, 2])) == [1, 2]
+
+
+def test_a_sharing_strategy_whose_sockets_do_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardc.runtime.data.worker.short_sockets", lambda: True)
+    monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")
+    with pytest.raises(ShardcError, match=r"TMPDIR: torch's sharing strategy file_system(.|\n)*at most 69 bytes"):
+        started(DataLoader([1, 2], num_workers=1))  # type: ignore[arg-type]
 
 
 def test_errors_that_a_worker_process_cannot_hand_over() -> None:
