@@ -11,9 +11,7 @@ from shardc.cli.common import console
 from shardc.cli.options import option
 
 
-def command(
-    schema: Annotated[bool, option("the JSON Schema of specs, for editors")] = False,
-) -> None:
+def command(schema: Annotated[bool, option("the JSON Schema of specs, for editors")] = False) -> None:
     """Show the format of specs: --schema prints its JSON Schema."""
     from shardc.spec import Spec
 
