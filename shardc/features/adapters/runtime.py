@@ -40,6 +40,7 @@ CONFIG, PREFIX = "adapter_config.json", "base_model.model."
 _NOT_READ = ("layer_replication", "alora_invocation_tokens", "use_qalora", "trainable_token_indices")
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _MERGE = "merge them with peft (merge_and_unload), and begin from that model"
+_OF_MODEL = "compile the model beside which they were trained"
 _KEEP = "keep a checkpoint (engine.save), or leave it out of `adapters`"
 #: Added to the seed, so that adapters draw other numbers than the model's weights.
 _STREAM = 1 << 32
@@ -84,7 +85,7 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
     rest: list[WeightFiles] = []
     for source in (open_weights(x) for x in (base, adapter_files) if x is not None):
         names = _spelled(source.tensors, expected, program)
-        _check(source, names, expected)
+        _check(source, names, expected, program)
         if names:
             notes.append(f"adapters: {len(names)} tensors of {source.path} ({source.what})")
             tensors |= {n: _of_peft(recorder, source.tensors[key], expected[n]) for n, key in names.items()}
@@ -178,15 +179,17 @@ def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, AdapterTensor], pr
     return ours or {n: key for n, part in wanted.items() if (key := peft_name(part, program)) in tensors}
 
 
-def _check(files: WeightFiles, spelled: Mapping[str, str], wanted: Mapping[str, AdapterTensor]) -> None:
+def _check(
+    files: WeightFiles, spelled: Mapping[str, str], wanted: Mapping[str, AdapterTensor], program: Program
+) -> None:
     """Raise ShardcError, with what to write in the spec, if the adapters in files are not those of the spec."""
     errors, where, settings = Errors(), str(files.path), _settings(files.folder / CONFIG)
-    known = {*spelled.values()}
+    known, modules = {*spelled.values()}, {m for p in program.params for n in p.names for m in enclosing(n)}
     others = {m[1].removeprefix(PREFIX): k for k in files.tensors if k not in known and (m := ADAPTER.fullmatch(k))}
     for module, key in others.items():
         _, rank, alpha = settings(module) if settings else ("", min(files.tensors[key].shape, default=1), None)
         entry = f"match: {of_every_layer(module)!r}, rank: {rank}" + (f", alpha: {alpha}" if alpha else "")
-        fix = f"add {{{entry}}} to `adapters`"
+        fix = f"add {{{entry}}} to `adapters`" if module in modules else _OF_MODEL
         if "lora_embedding" in key:
             fix = f"embeddings take no adapter: {_MERGE}"
         errors.add(f"the files have an adapter of {module}, and the spec has none", where=where, fix=fix)
@@ -204,7 +207,7 @@ def _check(files: WeightFiles, spelled: Mapping[str, str], wanted: Mapping[str, 
         shape = files.tensors[stored].shape
         if math.prod(shape) != math.prod(part.shape):
             rank = rank or min(shape, default=0)
-            fix = f"write rank: {rank}" if rank != a.rank else "compile the model beside which they were trained"
+            fix = f"write rank: {rank}" if rank != a.rank else _OF_MODEL
             if 0 in shape:
                 fix = "save them again, with all ranks' parts gathered (DeepSpeed ZeRO 3 and FSDP leave them out)"
             fault = f"{stored} has the shape {list(shape)}, and {list(part.shape)} in the program"
