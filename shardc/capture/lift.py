@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
+from torch.nn.parameter import is_lazy
 
 from shardc.capture.batch import Leaves
 from shardc.capture.constants import contents
@@ -50,6 +52,7 @@ def lift(model: nn.Module, leaves: Leaves, made: Exported, *, with_loss: bool = 
         return node
 
     fresh = {fqn.removeprefix("model."): node for fqn, node in made.updated.items()}
+    _check_memory([*model.named_parameters(), *model.named_buffers()])
     params: list[Param] = []
     buffers: list[Buffer] = []
     inputs: list[Input] = []
@@ -140,6 +143,34 @@ def _group_ties(named: Iterable[tuple[str, Any]]) -> list[tuple[list[str], Any]]
     for name, x in named:
         by_id.setdefault(id(x), ([], x))[0].append(name)
     return list(by_id.values())
+
+
+def _check_memory(stored: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ShardcError if a trained parameter shares memory with another tensor: a program would hold both apart."""
+    of_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, x in stored:
+        if x.layout == torch.strided and x.numel() and not is_lazy(x):
+            of_storage.setdefault(x.untyped_storage()._cdata, []).append((name, x))
+    for (one, x), (other, y) in (pair for some in of_storage.values() for pair in combinations(some, 2)):
+        if (x.requires_grad or y.requires_grad) and _overlap(x, y):
+            fault = f"{one} and {other} are two tensors in the same memory: training one changes the other"
+            fix = f"make them one parameter, module.{other} = module.{one}, or compute one from the other in forward"
+            raise ShardcError(fault, where=other, fix=fix)
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common."""
+
+    def span(t: torch.Tensor) -> range:
+        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        return range(t.element_size() * t.storage_offset(), t.element_size() * (t.storage_offset() + last + 1))
+
+    one, other = span(x), span(y)
+    if one.start >= other.stop or other.start >= one.stop or x.element_size() != y.element_size():
+        return max(one.start, other.start) < min(one.stop, other.stop)
+    taken = torch.zeros(max(one.stop, other.stop) // x.element_size(), dtype=torch.bool)
+    taken.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+    return bool(taken.as_strided(y.shape, y.stride(), y.storage_offset()).any())
 
 
 #: Illegal in a placeholder's name.

@@ -759,3 +759,27 @@ def test_module_dropout_of_peft() -> None:
     program = shardc.compile(model, batch, spec, loss=loss)
     assert not program.eval_mode
     assert "dropout" in str(program)
+
+
+class OneMemory(nn.Module):
+    """Two parameters whose values are views of one tensor."""
+
+    def __init__(self, view: Callable[[Tensor], tuple[Tensor, Tensor]], trained: bool = True) -> None:
+        super().__init__()
+        one, other = view(torch.arange(32.0).reshape(4, 8))
+        self.one, self.other = nn.Parameter(one, requires_grad=trained), nn.Parameter(other, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.one.mT).sum() + (self.other * x.sum()).sum()
+
+
+@pytest.mark.parametrize("view", [lambda m: (m, m.t()), lambda m: (m, m[1]), lambda m: (m[:3], m[2:])])
+def test_parameters_in_the_same_memory_are_refused(view: Any) -> None:
+    with pytest.raises(shardc.ShardcError, match="one and other are two tensors in the same memory"):
+        capture(OneMemory(view), torch.ones(2, 8))
+    capture(OneMemory(view, trained=False).requires_grad_(False), torch.ones(2, 8), forward=lambda output, batch: output)
+
+
+@pytest.mark.parametrize("view", [lambda m: (m[:2], m[2:]), lambda m: (m[::2], m[1::2])])
+def test_parameters_side_by_side_in_memory_are_captured(view: Any) -> None:
+    capture(OneMemory(view), torch.ones(2, 8))
