@@ -5,6 +5,7 @@
     elementwise  (wider than its name) all that takes no more work than reading its operands and writing its results:
                  functions of elements, casts, views, and sums, softmax, cat, variances
 
+Which kinds `recompute: cheap` names: CHEAP in shardc/spec/step_sections.py. What plans try: shardc/plan/space.py.
 An op may be of several kinds (a gather is a collective), or of none: sorting, routing of experts, ops of users.
 """
 

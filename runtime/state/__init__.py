@@ -20,3 +20,6 @@ Keys are the model's own names and the place in the global tensor, never a progr
     quantized             weights that are tensors of tensors (torchao's)
     export                files that safetensors, transformers and peft load; no rank holds all of it
 """
+
+#: How many checkpoints stay, the last ones.
+KEEP = 2

@@ -105,8 +105,6 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
 # --- names
 
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
-#: How many checkpoints stay, the last ones (the command line has the same default, without torch).
-KEEP = 2
 WORK = ".saving-"
 LOCK = ".lock"
 #: Files of other libraries' checkpoints: the end of a name, whose the checkpoint is, and what to do with it.

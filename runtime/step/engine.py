@@ -34,7 +34,7 @@ from shardc.runtime.stage.clip_grad_norm import parameter_norms
 from shardc.runtime.stage.communicators import runtime_mesh, seen_as
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Training, Values
-from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.state import KEEP
 from shardc.runtime.state.export import MAX_FILE_BYTES, skeleton
 from shardc.runtime.state.parts import blank, local_parts
 from shardc.runtime.state.quantized import plain

@@ -14,7 +14,7 @@ from shardc.optional import needed
 from shardc.runtime.checks import marks
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.stage.clip_grad_norm import parameter_norms
-from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.state import KEEP
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.owners import Owners, OwnersOptimizer, RankState
 from shardc.runtime.state.parts import full_state_dict

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from shardc.runtime.state import KEEP
 from shardc.runtime.time_limits import NAMED
 from shardc.spec.fields import Count, Positive, Section, as_tuple
 
@@ -27,7 +28,7 @@ class Run(Section):
     )
     save: str = Field(default="", description="folder for checkpoints and exported weights", examples=["runs/a"])
     save_every: Times = Field(default=0, description="also save every N steps; 0 = only at the end")
-    keep: Count = Field(default=2, description="number of last checkpoints to keep in `save`")
+    keep: Count = Field(default=KEEP, description="number of last checkpoints to keep in `save`")
     auto_resume: bool = Field(
         default=False, description="resume from the last checkpoint in `save`, if any: one command starts and restarts"
     )

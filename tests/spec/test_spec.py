@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.state.checkpoint_folder import KEEP
-from shardc.spec import ActivationRule, DimShard, Run, ShardRule, Spec
+from shardc.spec import ActivationRule, DimShard, ShardRule, Spec
 from shardc.spec.yaml_reader import dotted, flow, of_mapping, read, scalar
 
 # the example of docs/reference/spec.md
@@ -523,7 +522,3 @@ def test_buckets_grow_with_the_ranks_that_sum_them_unless_the_spec_says_their_si
     data = Spec.load({"shardc": 1, "mesh": {}}).data
     assert [data.bucket_bytes(n) / 2**20 for n in (1, 8, 128, 4096)] == [25, 25, 128, 256]
     assert Spec.load({"shardc": 1, "mesh": {}, "data": {"bucket_mb": 7}}).data.bucket_bytes(1024) == 7 * 2**20
-
-
-def test_a_run_keeps_as_many_checkpoints_as_an_engine() -> None:
-    assert Run().keep == KEEP  # the section is read without torch

@@ -7,7 +7,7 @@ the compiler made of them. No code of placement, partition or later passes is us
 
 statement          the claim about a value in a text: this slice, replica or summand of a value of the model
 conversion_types   the claim of a conversion's result, from its arguments
-op_types           by which strategies an op computes its claim, and its lines on a rank
+op_strategies      by which strategies an op computes its claim, and its lines on a rank
 chunked_loss       losses that are computed in chunks of rows, together with the layer before them
 same_values        when two calls have the same value, in the model's graph and in texts
 text               checks one text line by line: each op is the model's, on operands with claims

@@ -28,7 +28,7 @@ from shardc.optional import registered, table
 from shardc.passes.joint.derivatives import Rules
 from shardc.runtime.schedule import proof as schedule_proof
 from shardc.verify.static import assumptions, gradient_sums, joint_graphs
-from shardc.verify.static.op_types import misfit
+from shardc.verify.static.op_strategies import misfit
 from shardc.verify.static.same_values import Model
 from shardc.verify.static.statement import Claim, mesh_of, normal, of_input
 from shardc.verify.static.text import Text, TooLongError, shown

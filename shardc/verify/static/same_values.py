@@ -23,7 +23,7 @@ from shardc.ir.types import typed_key
 from shardc.optional import table
 from shardc.rules.core.choices import Choices, choices_of
 from shardc.runtime import ops
-from shardc.verify.static import op_types
+from shardc.verify.static import op_strategies
 from shardc.verify.static.statement import mesh_of
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ class Model:
 
     def __init__(self, program: Program) -> None:
         self.program, self.graph, self.mesh = program, program.graph, mesh_of(program)
-        self.weights = op_types.weight_like(program.graph, {p.name for p in program.params})
+        self.weights = op_strategies.weight_like(program.graph, {p.name for p in program.params})
         inputs = {x.name for x in program.inputs}
         self.inputs = {n for n in program.graph.nodes if n.op == "placeholder" and n.name in inputs}
         self.choices: dict[Any, Choices] = {}

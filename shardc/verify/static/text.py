@@ -26,7 +26,7 @@ from shardc.ir.stored import Bucket
 from shardc.optional import table
 from shardc.rules.core.registry import LocalCall
 from shardc.runtime import ops
-from shardc.verify.static import chunked_loss, op_types
+from shardc.verify.static import chunked_loss, op_strategies
 from shardc.verify.static.follow import follow
 from shardc.verify.static.same_values import Model, call_key, misreads
 from shardc.verify.static.statement import Claim, of_one_microbatch
@@ -155,18 +155,18 @@ class Text:
         inputs, stored = self.model.program.inputs, [x.layout for x in self.model.program.stored]
         named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in self.model.names[call]]
         shows = [v.layout for n in named for v in values_of(n)]
-        hint = op_types.hints(call, shows, inputs, self.mesh)
+        hint = op_strategies.hints(call, shows, inputs, self.mesh)
         matched = [self._match(call, way, hint, strict=True) for way in ways]
         if not any(matched) or any(x.microbatch is not None and x.microbatch.padding for x in inputs):
             # no type shows padding of microbatches, or that a view moves
-            hint = op_types.hints(call, [*stored, *shows], inputs, self.mesh, wide=True)
+            hint = op_strategies.hints(call, [*stored, *shows], inputs, self.mesh, wide=True)
             for way in ways:
                 self._match(call, way, hint, strict=False)
 
-    def _match(self, call: fx.Node, forms: Sequence[Form], hint: op_types.Hints, *, strict: bool) -> bool:
+    def _match(self, call: fx.Node, forms: Sequence[Form], hint: op_strategies.Hints, *, strict: bool) -> bool:
         """Claim the lines that are this op on these forms, and return whether there are any.
 
-        hint: see `op_types.hints`. strict: only lines count whose type in the text agrees.
+        hint: see `op_strategies.hints`. strict: only lines count whose type in the text agrees.
         """
         choices, order = self.model.choices_of(call), (line for line, _ in forms)
 
@@ -179,7 +179,7 @@ class Text:
         need = tuple(c.layout for c in claims)
         matches: list[tuple[fx.Node, list[fx.Node], tuple[Layout, ...]]] = []
         lines = [line for line, _ in forms]
-        for strategies, layouts in op_types.fitting(choices, claims, hint, self.mesh):
+        for strategies, layouts in op_strategies.fitting(choices, claims, hint, self.mesh):
             touched: list[fx.Node] = []
 
             def find(target: Any, a: Any, k: dict[str, Any], touched: list[fx.Node] = touched, **_: Any) -> fx.Node:
@@ -195,7 +195,7 @@ class Text:
                     line = choices.rule.local(LocalCall(*of, args, kwargs, self.inputs["mesh"], find))
             except LookupError:
                 continue
-            if why := op_types.harm_of_padding(self.model, call, strategies, claims, lines):
+            if why := op_strategies.harm_of_padding(self.model, call, strategies, claims, lines):
                 self.unfit[line] = why
                 continue
             matches.append((line, touched, layouts))
