@@ -16,13 +16,8 @@ from shardc.errors import Errors, ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.tensor_file import open_safetensors
 
-MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
-    "manifest.json",
-    "layouts.json",
-    "spec.yaml",
-    "constants.safetensors",
-    "schedule.txt",
-)
+MANIFEST, LAYOUTS, SPEC = "manifest.json", "layouts.json", "spec.yaml"
+CONSTANTS, SCHEDULE = "constants.safetensors", "schedule.txt"
 #: The most values of a table; each takes some 64 bytes when it is parsed.
 VALUES = 500_000
 _TEXT = re.compile(

@@ -30,6 +30,5 @@ if TYPE_CHECKING:
 __all__ = ["Cost", "Device", "Memory", "RankCost", "device", "known_devices", "names"]
 
 # Loaded later: a rank of a run reads its device's description, and does not need the passes for a dry run.
-__getattr__ = names_loaded_later(
-    __name__, {"Cost": "shardc.cost.step", "Memory": "shardc.cost.peak_memory", "RankCost": "shardc.cost.step"}
-)
+_LATER = {"Cost": "shardc.cost.step", "Memory": "shardc.cost.peak_memory", "RankCost": "shardc.cost.step"}
+__getattr__ = names_loaded_later(__name__, _LATER)

@@ -263,9 +263,8 @@ class _Engine(Engine):
         assert isinstance(recorded, _Recorded)
         ledger = recorded.ledger
         ledger.mark(self.buffers.values(), "buffers")
-        ledger.mark(
-            (p.grad for p in self.owned.values()), "gradients", over=("temporaries", "communication", "activations")
-        )
+        kinds = "temporaries", "communication", "activations"
+        ledger.mark((p.grad for p in self.owned.values()), "gradients", over=kinds)
         self.last_parts = ledger.parts[-1], recorded.begin("update")
         super()._update()
 

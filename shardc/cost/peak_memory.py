@@ -101,9 +101,8 @@ def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
             if changes % stretch == 0:
                 curve.append(high if high.live else Point(name, storage.op, dict(live)))
                 high = Point("", "", {})
-    return Memory(
-        {k: peak.live[k] for k in KINDS if peak.live.get(k)}, peak.part, peak.op, resident, tuple(curve), outside_most
-    )
+    kinds = {k: peak.live[k] for k in KINDS if peak.live.get(k)}
+    return Memory(kinds, peak.part, peak.op, resident, tuple(curve), outside_most)
 
 
 def reserved(r: DryRun, actions: tuple[Action, ...], limit: float) -> int:

@@ -283,7 +283,5 @@ def _yaml(value: Any) -> str:
         return "{" + ", ".join(f"{k}: {_yaml(x)}" for k, x in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_yaml, value)) + "]"
-    large = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and not (1e-3 <= abs(value) < 1e6 or not value)
-    )
-    return f"{value:.4e}" if large else json.dumps(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:.4e}" if number and value and not 1e-3 <= abs(value) < 1e6 else json.dumps(value)

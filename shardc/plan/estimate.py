@@ -140,9 +140,8 @@ class Table:
         some = self.choices
         numbers = [(c.pp, c.per_rank, c.rows, c.microbatches, c.zero, c.sharded, c.dp) for c in some]
         self.pp, self.per_rank, self.rows, self.m, self.zero, self.sharded, dp = np.array(numbers, float).T
-        self.kept, self.over, self.inputs, self.all = np.array(
-            [(c.kept, c.over_experts, bool(c.offload), c.offload == "all") for c in some], bool
-        ).T
+        flags = [(c.kept, c.over_experts, bool(c.offload), c.offload == "all") for c in some]
+        self.kept, self.over, self.inputs, self.all = np.array(flags, bool).T
         self.experts_sharded = np.where(self.over, dp, self.sharded)
         self.bucket = np.array([_DATA.bucket_bytes(c.dp * c.cp * c.ep) for c in some], float)
         self.of_rows = np.array([_parts_of_rows(c.rows) for c in some])
@@ -317,9 +316,8 @@ def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -
     f, b = f + forward, b + backward
     busy = f + b
     waits = (t.idle * uneven * busy.mean(1))[:, None]
-    waits = waits + np.where(t.pp > 1, 2 * (t.pp - 1), 0)[:, None] * t.taken(
-        6, ranks[..., SEND.start] * t.rows[:, None], np.ones_like(once)
-    )
+    sends = t.taken(6, ranks[..., SEND.start] * t.rows[:, None], np.ones_like(once))
+    waits = waits + np.where(t.pp > 1, 2 * (t.pp - 1), 0)[:, None] * sends
     # stages wait one after another for the gathers of a whole step
     step = step * np.where(t.kept & (t.zero > 0), t.pp, 1)[:, None]
     return (m * busy + waits + once + step).max(1)  # type: ignore[no-any-return]

@@ -61,9 +61,8 @@ def named(c: Candidate) -> str:
     parts = [f"{a}={n}" for a, n in s.mesh.axes]
     parts += ["sequence parallel"] if s.activations else []
     parts += [f"zero {zero(c)}"] if s.data.zero or s.data.offload.optimizer != "none" else []
-    return ", ".join(
-        [*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", *more(c), f"{microbatches(c)}"]
-    )
+    parts += [schedule(c)] if s.pipeline else []
+    return ", ".join([*parts, f"recompute {recompute(c)}", *more(c), microbatches(c)])
 
 
 def more(c: Candidate) -> list[str]:

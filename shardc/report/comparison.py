@@ -21,9 +21,8 @@ def waterfall_table(cost: Cost) -> str:
     head = ["", *(f"rank {r.rank}" if len(cost.ranks) > 1 else "each rank" for r in cost.ranks)]
     rows = [[name, *(_short(lines.get(name, 0.0)) for lines in places)] for name in names]
     rows.append(["step", *(_short(sum(lines.values())) for lines in places)])
-    return "\n".join(
-        [f"on {cost.device.name}: {cost.step_words}, by what its seconds go to", *aligned([head, *rows], "<>")]
-    )
+    title = f"on {cost.device.name}: {cost.step_words}, by what its seconds go to"
+    return "\n".join([title, *aligned([head, *rows], "<>")])
 
 
 def comparison_table(found: Sequence[Comparison]) -> str:

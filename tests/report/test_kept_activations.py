@@ -15,6 +15,7 @@ from shardc.ir.graph import source_of
 from shardc.ir.types import op_name
 from shardc.report import cost as cost_report
 from shardc.report import kept_activations
+from tests import zoo
 from tests.zoo import plain
 
 
@@ -111,3 +112,10 @@ def test_bytes_are_those_of_the_json() -> None:
     gate = next(x for x in rank["kept"] if x["module"] == "h.0.gate")
     assert gate["type"] == "f32[4, 16]"
     assert gate["wanted_by"]["linear_2"] == ["silu", "mul"]
+
+
+def test_a_tensor_that_backward_reads_in_parts_is_wanted() -> None:
+    """Queries, keys and values are one product, and views of it."""
+    cost = shardc.compile(*zoo.gpt(torch.float32, layers=1), {"shardc": 1, "mesh": {"dp": 1}}, prove=False).cost()
+    (wants,) = (x.wants for x in cost.kept()[0] if named(x.node).endswith("qkv linear"))
+    assert [op_name(n.target) for n in wants] == ["scaled_dot_product_attention"]

@@ -147,10 +147,8 @@ def fit(ops: Mapping[Op, float]) -> dict[str, Any]:
     by_op: dict[str, OpRates] = {}
     for name, ratios in sorted(by.items()):
         if abs((ratio := statistics.median(ratios)) - 1) > OWN:
-            some_flops = any(op.flops for op, _ in plain if op.name == name)
-            by_op[name] = OpRates(
-                launch=launch * ratio, bandwidth=1 / traffic / ratio, flops=1 / ratio if some_flops else None
-            )
+            rate = 1 / ratio if any(op.flops for op, _ in plain if op.name == name) else None
+            by_op[name] = OpRates(launch=launch * ratio, bandwidth=1 / traffic / ratio, flops=rate)
     attention = min(statistics.median(shares), 1.0) if shares else None
     return {**rates, "ops": by_op, "attention": attention}
 
