@@ -53,5 +53,10 @@ class Forward(Engine):
         """Return this rank's parts of a dataset, in order, for calls with local=True: see Engine.loader."""
         return super().loader(dataset, batch_size, **{"name": None, "shuffle": False, **options})
 
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it: itself."""
+        return self
+
     def __repr__(self) -> str:
         return f"<Forward of {self.program!r}>"
