@@ -777,7 +777,9 @@ class OneMemory(nn.Module):
 def test_parameters_in_the_same_memory_are_refused(view: Any) -> None:
     with pytest.raises(shardc.ShardcError, match="one and other are two tensors in the same memory"):
         capture(OneMemory(view), torch.ones(2, 8))
-    capture(OneMemory(view, trained=False).requires_grad_(False), torch.ones(2, 8), forward=lambda output, batch: output)
+    capture(
+        OneMemory(view, trained=False).requires_grad_(False), torch.ones(2, 8), forward=lambda output, batch: output
+    )
 
 
 @pytest.mark.parametrize("view", [lambda m: (m[:2], m[2:]), lambda m: (m[::2], m[1::2])])
