@@ -157,7 +157,11 @@ def _times(clock: Meter) -> Vector:
 def memory_of(r: DryRun) -> dict[Key, Vector]:
     """Return the vectors of the parts of a step without times, which do not depend on the device."""
     resident = Part("", [(1, storage) for storage in r.resident])
-    return {key: _memory(part) for key, part in [*parts_of(r).items(), (("resident", ""), resident)]}
+    parts, ran = parts_of(r), dict(reversed([*_in_order(r)]))
+    vectors = {key: _memory(part) for key, part in [*parts.items(), (("resident", ""), resident)]}
+    for key in (key for key, part in ran.items() if parts[key] is not part):
+        vectors[key][HIGH] = _memory(ran[key])[HIGH]  # undoing what it leaves makes no peak
+    return vectors
 
 
 def parts_of(r: DryRun) -> Parts[Part]:
