@@ -629,12 +629,13 @@ def test_a_model_file_does_not_join_the_world_itself(tmp_path: Path, call: str) 
         load(str(tmp_path / "model.py")).build()
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / "shardc-run-left"
-    left.mkdir()
-    (left / ".lock").touch()
-    (left / "program").touch()
-    with run_folder() as one, run_folder() as two:
-        assert {*tmp_path.iterdir()} == {one, two}, "one that is in use stays"
-    assert not [*tmp_path.iterdir()]
+def test_what_a_killed_run_left_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a long name would not be used (launch.temporary_folder)
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        left = Path(short, "shardc-run-left")
+        left.mkdir()
+        (left / ".lock").touch()
+        (left / "program").touch()
+        with run_folder() as one, run_folder() as two:
+            assert {*Path(short).iterdir()} == {one, two}, "one that is in use stays"
+        assert not [*Path(short).iterdir()]

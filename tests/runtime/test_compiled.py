@@ -29,7 +29,7 @@ from tests.passes.test_joint import SPECS, built, compiled, momentum, same
 from tests.zoo import hf, hf_more
 
 module: Any = importlib.import_module("shardc.runtime.compiled.region_calls")
-cut, inductor = stand_in_compiler.cut, stand_in_compiler.inductor
+cut, compiler = stand_in_compiler.cut, stand_in_compiler.compiler
 CASES = (
     *("tp", "sp", "zero 3", "pipeline", "zero bubbles, v, zero 3, recomputed", "pairs, v, zero 3", "recompute cheap"),
     *("precision", "experts", "tied", "data-dependent"),
@@ -277,9 +277,9 @@ def test_compiled_by_inductor(small_regions: None, tmp_path: Path, monkeypatch: 
     program = shardc.compile(model, batch, spec)
     plain_ = without_fused_regions(program)
     want, have = (shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (plain_, program))
-    assert not [v for v in inductor._DONE.values() if isinstance(v, str)]
+    assert not [v for v in compiler._DONE.values() if isinstance(v, str)]
     lines = [n for p in regions(program) for n in p.lines if not cut.shares_memory(n)]
-    kernels = [kernels_of(run) for run in inductor._DONE.values()]
+    kernels = [kernels_of(run) for run in compiler._DONE.values()]
     assert len(kernels) <= len(regions(program)) <= sum(kernels) * 2 < len(lines)
     assert torch.allclose(have.loss, want.loss, rtol=1e-12)
     for name, g in want.grads.items():
@@ -310,7 +310,7 @@ def test_an_activation_of_experts_is_compiled_once_for_any_number_of_rows(monkey
         ):
             assert have.shape == want.shape
             assert float((have - want).norm()) <= 1e-14 * float(want.norm())
-    assert len(inductor._DONE) == 3  # forward, and backward with and without weights
+    assert len(compiler._DONE) == 3  # forward, and backward with and without weights
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_steps_run_compiled_activations(spec: dict[str, Any], stand_in: list[int
         want, have = (shardc.verify.simulate(p, model, batch) for p in (plain, program))
     assert torch.equal(have.loss, want.loss)
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
-    activations = [inputs for key, inputs in zip(inductor._DONE, stand_in, strict=True) if "halves(x)" in key[0]]
+    activations = [inputs for key, inputs in zip(compiler._DONE, stand_in, strict=True) if "halves(x)" in key[0]]
     assert set(activations) == {1, 2 + ("dp" in spec["mesh"])}
 
 

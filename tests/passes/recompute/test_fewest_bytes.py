@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.ir.graph import source_of
 from shardc.passes.recompute.fewest_bytes import MinCut
 from tests.cost import papers
 from tests.gpt3 import gpt3
@@ -177,7 +178,7 @@ def test_a_llama_layer_keeps_24_bytes_and_statistics() -> None:
 
     def kept(**more: Any) -> int:
         program = shardc.compile(model, x, {**spec, **more}, prove=False)
-        return sum(k.nbytes for k in program.cost().kept()[0] if k.source.module.startswith("h.1"))
+        return sum(k.storage.nbytes for k in program.cost().kept()[0] if source_of(k.node).module.startswith("h.1"))
 
     rows = 3 * 40
     unit = rows * 256 // 2  # s·b·h/t

@@ -165,15 +165,13 @@ def test_real_model_is_cut_and_left_alone(sizes: Sizes, zero: bool) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_builder_gives_the_single_device_weights_on_every_mesh(sizes: Sizes) -> None:
-    model, recipe = record(Net)
-    program = program_of(model, sizes)
+    program = program_of(record(Net)[0], sizes)
     torch.manual_seed(5)
     whole = dict(named_tensors(Net()))
-    for source in (Net, recipe):
-        ranks = cut(program, source, seed=5)
-        for x in (*program.params, *program.buffers):
-            if x.fqn:
-                assert torch.equal(joined(program, ranks, x.name), whole[x.fqn]), x.name
+    ranks = cut(program, Net, seed=5)
+    for x in (*program.params, *program.buffers):
+        if x.fqn:
+            assert torch.equal(joined(program, ranks, x.name), whole[x.fqn]), x.name
 
 
 def test_meta_model_is_reset_alike_on_every_mesh() -> None:
@@ -302,11 +300,10 @@ def _train(
 
 def _trained(sizes: Sizes, make: Make, folder: Path | None, steps: int, resume: Path | None = None) -> Any:
     """Cut, perhaps resume, train, perhaps save; returns (program, ranks, optimizer state by rank, extra)."""
-    model, recipe = record(Net)
-    program = program_of(model, sizes, zero=True)
+    program = program_of(record(Net)[0], sizes, zero=True)
 
     def work(mesh: LoopbackMesh) -> Any:
-        params, buffers = local_parameters(program, recipe, mesh, 7)
+        params, buffers = local_parameters(program, Net, mesh, 7)
         optimizer = make([params[p.name] for p in program.params if p.requires_grad])
         held = RankState(program, mesh, params, buffers, optimizer)
         extra = loading.load(resume, held) if resume else None
