@@ -92,7 +92,7 @@ def test_equal_layers_have_equal_regions(small_regions: None) -> None:
     for layers in (3, 6):
         model, batch = zoo.gpt(layers=layers, dropout=0.1)
         program = shardc.compile(model, batch, {"shardc": 1, **SPECS["dp"][1], **LAYERS}, prove=False)
-        calls = [module._RegionCall(p, inductor.Compiler()) for p in regions(program)]
+        calls = [module._RegionCall(p, compiler.Compiler()) for p in regions(program)]
         keys.append({c._code.key for c in calls})
         assert len(calls) > len(keys[-1])
     assert keys[0] == keys[1]
@@ -165,7 +165,7 @@ def test_sizes_that_change_every_step_are_not_compiled_again_and_again(stand_in:
     lines = [graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))]
     lines.append(graph.call_function(torch.ops.aten.add.Tensor, (lines[0], 1)))
     graph.output(lines[1])
-    call = module._RegionCall(region_of(0, lines), inductor.Compiler())
+    call = module._RegionCall(region_of(0, lines), compiler.Compiler())
     for rows in range(20):
         (made,) = call([torch.ones(rows)], None, None)
         assert torch.equal(made, torch.full((rows,), 3.0))
@@ -222,8 +222,8 @@ def test_without_a_compiler_lines_run_one_by_one(
     model, batch, _ = built("gpt")
     want = shardc.verify.simulate(compiled("gpt", SPECS["dp"][1]), model, batch)
     program = compiled("gpt", SPECS["dp"][1], **LAYERS)
-    monkeypatch.setattr(inductor, "no_compiler", lambda device: "there is no C++ compiler")
-    monkeypatch.setattr(inductor, "_REPORTED", set())
+    monkeypatch.setattr(compiler, "no_compiler", lambda device: "there is no C++ compiler")
+    monkeypatch.setattr(compiler, "_REPORTED", set())
     have = shardc.verify.simulate(program, model, batch)
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
     assert capsys.readouterr().err.count("there is no C++ compiler") == 1
@@ -238,7 +238,7 @@ def test_what_the_compiler_refuses_is_named(
     def refuse(function: Any, inputs: Any, any_rows: bool) -> Any:
         raise NotImplementedError("no lowering for this")
 
-    monkeypatch.setattr(inductor, "inductor_compiled", refuse)
+    monkeypatch.setattr(compiler, "inductor_compiled", refuse)
     model, batch, _ = built("gpt")
     shardc.verify.simulate(compiled("gpt", SPECS["dp"][1], **LAYERS), model, batch)
     said = capsys.readouterr().err
@@ -270,7 +270,7 @@ def test_compiled_by_inductor(small_regions: None, tmp_path: Path, monkeypatch: 
     headers.mkdir(parents=True, exist_ok=True)
     (tmp_path / headers.name).symlink_to(headers)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(inductor, "_DONE", {})
+    monkeypatch.setattr(compiler, "_DONE", {})
     torch.manual_seed(0)
     model, batch = Small().double(), {"x": torch.randn(8, 4, 32, dtype=torch.float64)}
     spec = {"shardc": 1, "mesh": {"dp": 2}, **LAYERS}
@@ -294,9 +294,9 @@ def test_compiled_by_inductor(small_regions: None, tmp_path: Path, monkeypatch: 
 def test_an_activation_of_experts_is_compiled_once_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     if why := no_compiler(torch.device("cpu")):
         pytest.skip(why)
-    monkeypatch.setattr(inductor, "_DONE", {})
+    monkeypatch.setattr(compiler, "_DONE", {})
     text = "a, b = stripes(x); c = clamp(a, None, 7.0); d = silu(c); mul(b, d)"
-    plain, compiled_ = activation.read(text), module.CompiledActivation(text, inductor.Compiler(strict=True), "mlp")
+    plain, compiled_ = activation.read(text), module.CompiledActivation(text, compiler.Compiler(strict=True), "mlp")
     for rows in (1, 8, 0, 12, 2):  # compiled for 8 rows of 8 numbers
         first, back, chosen = (torch.randn(rows, n, dtype=torch.float64) for n in (16, 8, 1))
         for have, want in zip(
