@@ -149,7 +149,7 @@ def _check_new_data(save: Path | None, resume: Path | None) -> None:
     """
     _check_resumed(resume, "--new-data", "reads its data from the start")
     if save is not None and _is_in(resume, save):
-        fault = f"--save names {save}, which it also resumes from: a restart could not tell which data its"
+        fault = f"--save names {save}, which it also resumes from: a restart could not know which data its"
         raise ShardcError(f"{fault} checkpoints are of", where="--new-data", fix="save to another folder")
 
 
