@@ -494,7 +494,7 @@ def test_new_data_wants_checkpoints_apart(folder: Path) -> None:
     assert "it needs a checkpoint, but none is resumed" in done.stderr
     done = run(folder, "a dataset", "--new-data", "--resume", "a", "--save", "a")
     assert done.returncode == 2
-    assert "a restart could not tell which data its checkpoints are of" in done.stderr
+    assert "a restart could not know which data its checkpoints are of" in done.stderr
 
 
 def test_one_run_at_a_time_saves_to_a_folder(folder: Path) -> None:
