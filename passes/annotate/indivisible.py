@@ -19,6 +19,7 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.ir.units import multiples
 from shardc.passes.annotate.padding import pieces_of
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 from shardc.rules import attention
@@ -39,12 +40,6 @@ def divisors(size: int) -> list[int]:
     """Return the divisors of a size, in order. It is a tensor's size, so its square root is not large."""
     low = [k for k in range(1, math.isqrt(size) + 1) if size % k == 0]
     return [*low, *(size // k for k in reversed(low) if k * k != size)]
-
-
-def _multiples(size: int, step: int) -> str:
-    """Return e.g. "6 or 12": the nearest multiples of a step."""
-    low = size // step * step
-    return f"{low} or {low + step}" if low else str(step)
 
 
 def _ranks(axes: Iterable[str], mesh: Mesh) -> str:
@@ -82,7 +77,7 @@ class Indivisible:
         axis, other = self.axes[-1], ""
         if self.size % self.split == 0:
             other = f", or {rank_counts(axis, self.size // self.split, mesh.size(axis.partition('.')[0]))}"
-        return f"make {size} {_multiples(self.size, self.step)}{other}, or set `uneven: pad`"
+        return f"make {size} {multiples(self.size, self.step)}{other}, or set `uneven: pad`"
 
 
 def indivisible_dim(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Indivisible | None:
@@ -145,4 +140,4 @@ class _SharedSplit:
         outer = dim.split // dim.parts  # ranks of the axes before the one at fault
         other = "" if pieces % outer else f", or {rank_counts(dim.axes[-1], pieces // outer, n // outer)}"
         fault = f"{names}: {pieces} {noun} of {block // pieces} are not divisible by {_ranks(dim.axes, mesh)}"
-        errors.add(fault, where=self.where, fix=f"make it {_multiples(pieces, n)} {noun}{other}, or set `uneven: pad`")
+        errors.add(fault, where=self.where, fix=f"make it {multiples(pieces, n)} {noun}{other}, or set `uneven: pad`")

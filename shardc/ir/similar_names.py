@@ -10,6 +10,8 @@ from shardc.ir.patterns import expand, match
 
 #: How many alternatives of a pattern are repaired.
 _TRIED = 8
+#: The least similarity of a suggestion, from 0 to 1 (difflib).
+_CUTOFF = 0.6
 #: The fix that errors offer where the model has no similar name.
 SEE_NAMES = "see the model's names with `shardc inspect model.py --before`"
 
@@ -20,10 +22,10 @@ def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:
     return f"did you mean {close!r}?" if close else otherwise
 
 
-def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
+def nearest(name: str, candidates: Iterable[str], *, cutoff: float = _CUTOFF) -> str:
     """Return the candidate most similar to `name`, ignoring case; "" if none is similar.
 
-    cutoff: least similarity, from 0 to 1 (difflib). A pattern is compared by its text after the last `*`, and the
+    cutoff: least similarity. A pattern is compared by its text after the last `*`, and the
     repaired pattern is returned: `*.q_prj` among `model.layers.0.q_proj` becomes `*.q_proj`.
     """
     names, name = list(dict.fromkeys(candidates)), str(name)
@@ -46,8 +48,8 @@ def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
         middle = head[len(begin) :]
         begins = dict.fromkeys(start for n in names if (start := _start(n, begin.count("."))))
         for start, end in itertools.product(
-            [begin, *difflib.get_close_matches(begin, begins, n=3, cutoff=0.6)],
-            [tail, *difflib.get_close_matches(tail, ends, n=3, cutoff=0.6)],
+            [begin, *difflib.get_close_matches(begin, begins, n=3, cutoff=_CUTOFF)],
+            [tail, *difflib.get_close_matches(tail, ends, n=3, cutoff=_CUTOFF)],
         ):
             repaired = start + middle + star + end
             if any(match(repaired, n) for n in names):

@@ -23,6 +23,16 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} {_BINARY[-1]}"
 
 
+def multiples(n: int, step: int) -> str:
+    """Name the nearest multiples of a step that a number is not one of.
+
+    >>> multiples(8, 6), multiples(2, 6)
+    ('6 or 12', '6')
+    """
+    low = n // step * step
+    return f"{low} or {low + step}" if low else str(step)
+
+
 def si(n: float, unit: str) -> str:
     """Format a number with three digits and an SI prefix.
 

@@ -10,6 +10,7 @@ from typing import Any
 from shardc.errors import Errors
 from shardc.ir.mesh import MAX_RANKS, Mesh, is_data_axis
 from shardc.ir.similar_names import nearest
+from shardc.ir.units import multiples
 from shardc.optional import registered
 from shardc.spec.batch_section import Batch
 from shardc.spec.data_section import Data
@@ -49,8 +50,7 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
             errors.add(fault, where=where, fix=fix)
             return None
         if world % known:
-            low, high = world // known * known, -(-world // known) * known
-            fix = f"run {' or '.join(str(n) for n in (low, high) if n)} ranks, or change the other sizes"
+            fix = f"run {multiples(world, known)} ranks, or change the other sizes"
             errors.add(
                 f"a world of {world} ranks is not divisible by the mesh's other sizes ({known})", where=where, fix=fix
             )
@@ -275,9 +275,8 @@ class Check:
         size = self.mesh.size(p.axis) if self.mesh and p.axis in self.names else 1
         for key, n in list(ways.items())[:1]:
             if n % size:
-                low, high = n // size * size, -(-n // size) * size
-                fix = f"make it {' or '.join(str(m) for m in (low, high) if m)} stages"
-                self.add(("pipeline", key), f"{n} stages do not spread evenly over {p.axis}={size}", fix)
+                fault = f"{n} stages do not spread evenly over {p.axis}={size}"
+                self.add(("pipeline", key), fault, f"make it {multiples(n, size)} stages")
 
     def gathers(self) -> None:
         """Check that settings of gathered parameters have parameters that are split."""
