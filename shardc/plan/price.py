@@ -74,11 +74,16 @@ class Priced:
         return max(self.spent, key=lambda k: self.spent[k])
 
 
-def price(library: Library, spec: Spec, batch: int) -> Priced:
-    """Return the price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
+def price(library: Library, spec: Spec, batch: int, *, whole_layers: bool = False) -> Priced:
+    """Return the price of a spec for a global batch of so many rows. Raises ShardcError if compile does.
+
+    whole_layers: divide layers over the stages of an open pipeline (`balanced`), as plans write them into their specs.
+    Otherwise it is cut as compile cuts it, also inside of layers (shardc.passes.pipeline.cuts.even).
+    """
     layers, each, p = library.layers, spec.batch.microbatches, spec.pipeline
     p = p if p is not None and spec.mesh.size(p.axis) > 1 else None
     known = p is None or (layers is not None and p.schedule in SCHEDULES and not SCHEDULES[p.schedule].pairs)
+    known = known and (p is None or whole_layers or p.balance is not None or p.cut is not None)
     even = batch % (each * spec.data_ranks) == 0  # else compile raises the error
     if not (known and even and spec.execution.overlap == "none" and library.runs.treats_layers_alike(spec)):
         return _whole(library, spec, batch)  # a pair of microbatches is priced from its own program

@@ -249,7 +249,7 @@ class Search:
         """Return the exact price of a choice; None if compile refuses it."""
         if c not in self._exact:
             try:
-                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.facts)), c.batch)
+                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.facts)), c.batch, whole_layers=True)
             except ShardcError as e:
                 self._exact[c], self.refused[str(c)] = None, e
         return self._exact[c]

@@ -14,6 +14,7 @@ from rich.text import Text
 from shardc.cost.recorded import KINDS
 from shardc.ir.units import count, per_second, seconds, si, size
 from shardc.plan.stage import WHAT
+from shardc.runtime.schedule import default_stages
 
 if TYPE_CHECKING:
     from shardc.plan.result import Candidate, Plan
@@ -93,7 +94,8 @@ def schedule(c: Candidate) -> str:
     p = c.spec.pipeline
     if p is None:
         return "-"
-    per = len(c.counts) // c.spec.mesh.size(p.axis) if c.counts else 1
+    ranks = c.spec.mesh.size(p.axis)
+    per = (len(c.counts) or p.stages or default_stages(p.schedule, ranks)) // ranks
     return p.schedule + (f" ×{per}" if per > 1 else "")
 
 

@@ -182,6 +182,10 @@ class Runs:
         if (self.folder / "fault").exists():
             (self.folder / "fault").unlink()
             return None  # nobody came there any more
+        if fault.named is None and fault.status == 0:
+            return None  # the rank was done: what it leaves is compared in the end
+        if not fault.where or fault.named is None:
+            print(self.log.read_text(errors="replace")[-4000:], file=sys.stderr, flush=True)
         return fault
 
     def killed_often(self, kills: int) -> str:

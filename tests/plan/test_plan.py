@@ -148,7 +148,7 @@ def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None
     q = stacked()
     assert q.runs.subject.layers is not None
     assert q.runs.subject.layers.number == 6
-    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch, whole_layers=True)
     asked = spec(c, q.facts, found.counts if c.pp > 1 else ())
     model, _ = stack()
     whole = shardc.compile(model, q.runs.subject.example(c.batch), asked, prove=False).cost(H100)
@@ -179,7 +179,7 @@ def test_a_price_knows_what_is_waited_for_once_a_step(c: Choice) -> None:
         update={"within": H100.within.model_copy(update={"latency": 1e-4, "start": 3e-4}), "host": 0.0}
     )
     q = elsewhere(stacked(), slow)
-    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch, whole_layers=True)
     asked = spec(c, q.facts, found.counts)
     whole = shardc.compile(stack()[0], q.runs.subject.example(c.batch), asked, prove=False).cost(slow)
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.15)
@@ -201,7 +201,7 @@ def test_a_price_where_a_bucket_holds_several_layers(layers: int, c: Choice) -> 
     q = planner(model, batch, H100.model_copy(update={"host": 0.0, "launch": 0.0}))
     given = spec(c, q.facts)
     given["data"]["bucket_mb"] = 0.4  # a layer has 0.13 MB
-    found = price(q.library, Spec.load(given), c.batch)
+    found = price(q.library, Spec.load(given), c.batch, whole_layers=True)
     if found.counts:
         given["pipeline"] = {**{k: v for k, v in given["pipeline"].items() if k != "stages"}, "balance": found.counts}
     whole = shardc.compile(model, q.runs.subject.example(c.batch), given, prove=False).cost(q.device)
@@ -232,7 +232,7 @@ def large() -> Planner:
 def test_what_is_reserved_follows_from_few_layers(c: Choice) -> None:
     """Of nine layers, from two and three, or one and two on each stage: as the whole program's."""
     q = large()
-    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch, whole_layers=True)
     asked = spec(c, q.facts, found.counts if c.pp > 1 else ())
     whole = shardc.compile(q.runs.subject.model, q.runs.subject.example(c.batch), asked, prove=False).cost(H100)
     assert found.reserved == pytest.approx(whole.reserved, rel=0.06)
@@ -261,7 +261,7 @@ def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
     library = replace(q.library, device=pairs)
     c = Choice(pp=2, dp=2, rows=2, microbatches=4)
     for inside in (False, True):
-        found = price(library, Spec.load(spec(replace(c, inside=inside), q.facts)), c.batch)
+        found = price(library, Spec.load(spec(replace(c, inside=inside), q.facts)), c.batch, whole_layers=True)
         asked = spec(replace(c, inside=inside), q.facts, found.counts)
         assert list(asked["mesh"]) == (["dp", "pp"] if inside else ["pp", "dp"])
         model, _ = stack()
@@ -269,7 +269,9 @@ def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
         assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)
     slow = pairs.model_copy(update={"between": Link(bandwidth=1e7, latency=1e-5)})
     apart, inside = (
-        price(replace(q.library, device=slow), Spec.load(spec(replace(c, inside=x), q.facts)), c.batch)
+        price(
+            replace(q.library, device=slow), Spec.load(spec(replace(c, inside=x), q.facts)), c.batch, whole_layers=True
+        )
         for x in (False, True)
     )
     assert inside.spent["dp"] > 2 * apart.spent["dp"]
@@ -486,7 +488,7 @@ def test_estimates_lie_near_exact_prices() -> None:
         Choice(dp=4, tp=2, sequence_parallel=True, rows=4, microbatches=4),
         Choice(pp=2, dp=4, rows=2, microbatches=8),
     ):
-        rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+        rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.facts)), c.batch, whole_layers=True)
         assert rough.seconds == pytest.approx(exact.step_seconds, rel=0.3)
         assert rough.peak == pytest.approx(exact.peak, rel=0.3)
 
@@ -510,7 +512,7 @@ def test_estimates_over_slow_links_lie_near_exact_prices(c: Choice) -> None:
     slow = H100.within.model_copy(update={"bandwidth": H100.within.bandwidth / 500, "latency": 1e-4})
     host = 0.0 if c.dp > 1 else H100.host
     q = elsewhere(stacked(), H100.model_copy(update={"within": slow, "launch": 0.0, "host": host}))
-    rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+    rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.facts)), c.batch, whole_layers=True)
     assert rough.seconds == pytest.approx(exact.step_seconds, rel=0.4)
     assert rough.peak == pytest.approx(exact.peak, rel=0.3)
 
@@ -570,7 +572,8 @@ def test_slow_links_keep_tensor_parallel_in_a_node() -> None:
     q = planner(*stack(2), on=slow)
     assert max(core.tp for core in splits(q.facts, 8, 2)) == 2
     inside, across = (
-        price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.facts)), 16) for t in (2, 4)
+        price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.facts)), 16, whole_layers=True)
+        for t in (2, 4)
     )
     assert across.spent["tp"] > 5 * inside.spent["tp"]
 
@@ -642,7 +645,7 @@ def test_zero_over_the_ranks_of_experts_shards_what_is_not_theirs_there_and_thei
     core = q.library.block(c.core)
     unit = 2 * 2 * 64 * 256 * 4  # of eight experts of two matrices, a rank has two, in float32
     assert [core.ranks[x].weights.experts for x in ("first", "one", "last")] == [unit, unit, unit]
-    exact, whole = (price(q.library, Spec.load(spec(x, q.facts)), c.batch) for x in (c, plain))
+    exact, whole = (price(q.library, Spec.load(spec(x, q.facts)), c.batch, whole_layers=True) for x in (c, plain))
     moments, experts = whole.memory["optimizer"], 6 * 2 * unit  # two numbers of each parameter
     assert exact.memory["optimizer"] == pytest.approx(experts / dp + (moments - experts) / 4, rel=1e-3)
     rough, without = first_price(q, c), first_price(q, plain)
@@ -682,7 +685,7 @@ def test_what_is_summed_and_gathered_of_experts_takes_as_long_as_it_is_priced(c:
     slow = H100.model_copy(update={"node": 2, "between": Link(bandwidth=2e7, latency=1e-5)})
     q = sparse_stacked()
     library = replace(q.library, device=slow)
-    exact = price(library, Spec.load(spec(c, q.facts)), c.batch)
+    exact = price(library, Spec.load(spec(c, q.facts)), c.batch, whole_layers=True)
     assert exact.spent["dp"] > 0.4 * exact.step_seconds
     assert first_price(elsewhere(q, slow), c).seconds == pytest.approx(exact.step_seconds, rel=0.25)
 
@@ -734,12 +737,23 @@ def test_a_given_spec_with_pairs_is_priced_as_they_run(overlap: str) -> None:
     assert found.peak == whole.memory.peak
 
 
+@pytest.mark.parametrize("pipeline", [{}, {"stages": 4}, {"stages": 4, "schedule": "interleaved"}], ids=str)
+def test_a_given_pipeline_without_cuts_is_priced_as_compile_cuts_it(pipeline: dict[str, Any]) -> None:
+    """Also inside of layers: a plan that writes cuts divides whole layers."""
+    model, batch = stack(7)
+    given = {"shardc": 1, "mesh": {"pp": 2}, "batch": {"microbatches": 4}, "pipeline": {"axis": "pp", **pipeline}}
+    (found,) = shardc.plan(model, batch, given=given, device="h100-80g").candidates
+    cost = shardc.compile(model, batch, given, prove=False).cost(device="h100-80g")
+    assert found.step_seconds == pytest.approx(cost.step_seconds, rel=1e-9)
+    assert found.peak == cost.memory.peak
+
+
 def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best() -> None:
     """On nodes of two devices whose memory is just enough for it."""
     pairs = H100.model_copy(update={"node": 2})
     four = Choice(dp=2, ep=4, rows=1, microbatches=2, zero=1, over_experts=True)
     q = elsewhere(sparse_stacked(), pairs)
-    given = price(q.library, Spec.load(spec(four, q.facts)), 16)
+    given = price(q.library, Spec.load(spec(four, q.facts)), 16, whole_layers=True)
     q = elsewhere(q, pairs.model_copy(update={"memory": given.needs}))
     assert {c.tp for c in splits(q.facts, 8, 2) if c.ep == 4} == {1, 2}
     found = [p for p in q.finder.best(8, 16).values() if p.needs <= given.needs]

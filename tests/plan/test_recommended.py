@@ -46,7 +46,7 @@ def exact(plans: Planner, c: Choice, sequence: int | None = None, counts: tuple[
     """None: compile refuses it. counts: of layers on each stage, where they are given."""
     try:
         library = plans.library if sequence is None else replace(plans.library, sequence=sequence)
-        return price(library, Spec.load(spec(c, plans.facts, counts)), c.batch)
+        return price(library, Spec.load(spec(c, plans.facts, counts)), c.batch, whole_layers=True)
     except ShardcError:
         return None
 
