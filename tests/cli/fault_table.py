@@ -234,9 +234,10 @@ class Runs:
                 break
             time.sleep(0.02)
         fault.wrong = sorted({rank for rank, _ in said if rank != fault.rank})
-        words = "made on purpose" if fault.kind == "exception" else r"(in|after|before) (step|saving|writing)"
+        words = "made on purpose" if fault.kind == "exception" else r"(in|after|before) (step|saving|writing|exporting)"
         fault.where = fault.moment == "starting" or any(
-            rank == fault.rank and re.search(r"step \d+", line) and re.search(words, text) for rank, line in said
+            rank == fault.rank and re.search(r"step \d+|in exporting", line) and re.search(words, text)
+            for rank, line in said
         )
         fault.status, fault.ended = process.poll() or 0, ended if over else None
         patience = time.monotonic() + 6  # DataLoader's workers look every 5 s whether their rank is there
