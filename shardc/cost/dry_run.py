@@ -60,7 +60,7 @@ def dry_run(
     known: results of ops from other dry runs. growth: finds the part of ops that grows with rows. options: of Engine.
     """
     ledger = FakeLedger(known, growth)
-    with fake_mode(of_gpu=not cpu, symbols=False, remembers=False), ledger:
+    with fake_mode(of_gpu=not cpu, remembers=False), ledger:
         rank = rank_of(program.mesh, program.axis, coordinate)
         buckets = {f"bucket{i}" for i in range(len(program.buckets))}
         mesh = FakeMesh(program.mesh, rank, ledger, streams=not cpu, buckets=buckets)
