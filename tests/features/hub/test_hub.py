@@ -171,7 +171,13 @@ def test_an_upload_that_fails_says_where_the_weights_are(tmp_path: Path, hub: Hu
 
 def test_files_of_a_model(tmp_path: Path) -> None:
     mine = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
-    mine += ["README.md", "LICENSE", "chat_template.jinja", "style/adapter_config.json", "style/adapter_model.safetensors"]
+    mine += [
+        "README.md",
+        "LICENSE",
+        "chat_template.jinja",
+        "style/adapter_config.json",
+        "style/adapter_model.safetensors",
+    ]
     others = ["steps.jsonl", "summary.json", "notes.txt", "data.safetensors", "checkpoint/step-1/model.safetensors"]
     for name in mine + others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
