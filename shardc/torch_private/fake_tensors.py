@@ -43,18 +43,14 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     attributes: dict[torch.device, dict[str, Any]]
 
 
-def fake_mode(*, of_gpu: bool = False, symbols: bool = True, remembers: bool = True) -> FakeTensorMode:
+def fake_mode(*, of_gpu: bool = False, remembers: bool = True) -> FakeTensorMode:
     """Return a mode whose tensors have no storage. of_gpu: they represent tensors of a GPU.
 
-    symbols: a data-dependent size has a name; otherwise it is an error. remembers: it keeps results of ops, which takes
-    as long as to compute one. The model's own real tensors may mix in.
+    remembers: it keeps results of ops, which takes as long as to compute one. The model's own real tensors may mix in.
     """
-    shapes = None
-    if symbols:
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        shapes = ShapeEnv()
-    mode = _FakeMode(shape_env=shapes, allow_non_fake_inputs=True)
+    mode = _FakeMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     mode.of_gpu, mode.attributes = of_gpu, {}
     mode.cache_enabled = mode.cache_enabled and remembers
     return mode

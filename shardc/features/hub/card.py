@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from shardc.version import VERSION
 MARK = "<!-- written by shardc; remove this line, and it is yours: shardc does not replace it then -->"
 #: What a card takes over from the card of the model that training began from.
 _INHERITED = ("license", "license_name", "license_link", "language")
-_OF_HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def write(folder: Path, base: Path | None, facts: Mapping[str, Any], spec: str = "") -> bool:
@@ -28,62 +27,46 @@ def write(folder: Path, base: Path | None, facts: Mapping[str, Any], spec: str =
     file = folder / "README.md"
     if file.exists() and MARK not in file.read_text(errors="replace"):
         return False
-    head = _inherited(base)
-    if (name := _name_of(base)) and "/" in name:
-        head["base_model"] = name
-    if (folder / "adapter_config.json").exists():
-        head["library_name"] = "peft"
-    elif (folder / "config.json").exists():
-        head["library_name"] = "transformers"
-    rows = {"base": name, **facts, "made with": _versions()}
-    lines = [
-        f"---\n{yaml.safe_dump(head | {'tags': ['shardc']}, sort_keys=True)}---\n{MARK}",
-        f"# {folder.resolve().name}",
-        "\n".join(["| | |", "|---|---|", *(f"| {k} | {_cell(x)} |" for k, x in rows.items() if x not in (None, ""))]),
-    ]
+    name, head = _of_base(base.resolve()) if base is not None else ("", {})
+    kinds = {"adapter_config.json": "peft", "config.json": "transformers"}
+    library = next((kind for has, kind in kinds.items() if (folder / has).exists()), None)
+    head |= {"tags": ["shardc"], **({"library_name": library} if library else {})}
+    versions = [f"{n} {sys.modules[n].__version__}" for n in ("torch", "transformers") if n in sys.modules]
+    versions += [f"shardc {VERSION}", f"Python {platform.python_version()}"]
+    rows = {"base": name, **facts, "made with": ", ".join(versions)}
+    table = ["| | |", "|---|---|", *(f"| {k} | {_cell(x)} |" for k, x in rows.items() if x not in (None, ""))]
+    parts = [f"---\n{yaml.safe_dump(head)}---\n{MARK}", f"# {folder.resolve().name}", "\n".join(table)]
     if spec:
         fence = "`" * max(3, *(len(x) + 1 for x in re.findall("`+", spec)), 3)
-        lines.append(f"Trained on several devices as on one, by this spec:\n\n{fence}yaml\n{spec.strip()}\n{fence}")
-    file.write_text("\n\n".join(lines) + "\n")
+        parts.append(f"Trained on several devices as on one, by this spec:\n\n{fence}yaml\n{spec.strip()}\n{fence}")
+    file.write_text("\n\n".join(parts) + "\n")
     return True
 
 
 def of_export(folder: Path, base: Path | None, checkpoint: Path) -> None:
     """Write the card of an exported checkpoint: that of the run, if it is beside the checkpoint, or a short one."""
-    cards = (at / "README.md" for at in (checkpoint, *checkpoint.resolve().parents[:2]))
-    text = next((x for f in cards if f.is_file() and MARK in (x := f.read_text(errors="replace"))), None)
-    if write(folder, base, {"checkpoint": checkpoint.resolve().name}) and text is not None:
+    at = checkpoint.resolve()
+    cards = (x / "README.md" for x in (at, *at.parents[:2]))
+    texts = (f.read_text(errors="replace") for f in cards if f.is_file())
+    text = next((x for x in texts if MARK in x), None)
+    if write(folder, base, {"checkpoint": at.name}) and text is not None:
         (folder / "README.md").write_text(text)
 
 
-def _inherited(base: Path | None) -> dict[str, Any]:
-    """Return what the metadata of the base's card says about its license and languages."""
-    card = base / "README.md" if base is not None else None
-    if card is None or not card.is_file():
-        return {}
-    parts = card.read_text(errors="replace").split("---\n", 2)
+def _of_base(base: Path) -> tuple[str, dict[str, Any]]:
+    """Return the name of a base and the metadata to take over. From the hub's cache it has its name there."""
+    of_hub = re.search(r"/models--([\w.-]+?)--([\w.-]+)/", f"{base}/")
+    name = f"{of_hub[1]}/{of_hub[2]}" if of_hub else base.name
+    more = {"base_model": name} if of_hub else {}
+    card = base / "README.md"
+    front = re.match(r"---\n(.*?)\n---\n", card.read_text(errors="replace"), re.DOTALL) if card.is_file() else None
     try:
-        head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+        head = yaml.safe_load(front[1]) if front else None
     except yaml.YAMLError:
-        return {}
-    return {k: head[k] for k in _INHERITED if k in head} if isinstance(head, dict) else {}
-
-
-def _name_of(base: Path | None) -> str:
-    """Return the base's name on the hub if it is from the hub's cache, else the name of its folder, or ""."""
-    if base is None:
-        return ""
-    of_hub = next((m for part in base.resolve().parts if (m := _OF_HUB.fullmatch(part))), None)
-    return f"{of_hub[1]}/{of_hub[2]}" if of_hub else base.resolve().name
+        head = None
+    return name, more | ({k: head[k] for k in _INHERITED if k in head} if isinstance(head, dict) else {})
 
 
 def _cell(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return " ".join(text.split()).replace("|", "\\|")
-
-
-def _versions() -> str:
-    names = ("torch", "transformers", "safetensors")
-    found = {n: x.version for n in names for x in metadata.distributions(name=n)}
-    libraries = [f"{n} {found[n]}" for n in names if n in found]
-    return ", ".join([f"shardc {VERSION}", *libraries, f"Python {platform.python_version()}"])

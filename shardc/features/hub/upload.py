@@ -36,9 +36,7 @@ def upload(folder: Path, repo: str) -> str:
     fix = f"the weights are in {folder}: try again with `hf upload {repo} {folder} . --exclude 'checkpoint/*'`"
     files, message = files_of(folder), "Trained with shardc"
     with _reported(f"{folder} was not uploaded to {repo}", fix):
-        done = hub.HfApi().upload_folder(
-            repo_id=repo, folder_path=folder, allow_patterns=files, commit_message=message
-        )
+        done = hub.HfApi().upload_folder(repo_id=repo, folder_path=folder, allow_patterns=files, commit_message=message)
     return str(done.repo_url)
 
 
