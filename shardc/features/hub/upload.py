@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +24,16 @@ def prepare(repo: str) -> None:
         raise ShardcError(f"{repo!r} does not name a repository", where=_OPTION, fix="write ORG/NAME, or USER/NAME")
     if not hub.get_token():
         raise ShardcError("there is no token of the hub", where=_OPTION, fix="run `hf auth login`, or set HF_TOKEN")
-    with _reported(f"the hub does not open {repo}", "look at `hf auth whoami`: its token must be able to write there"):
-        hub.HfApi().create_repo(repo, private=True, exist_ok=True)
+    fix = "look at `hf auth whoami`: its token must be able to write there"
+    _tried(f"the hub does not open {repo}", fix, hub.HfApi().create_repo, repo_id=repo, private=True, exist_ok=True)
 
 
 def upload(folder: Path, repo: str) -> str:
     """Upload the files of a model, and no checkpoint or log; return the address of the repository."""
     hub: Any = library("huggingface_hub", _OPTION)
     fix = f"the weights are in {folder}: try again with `hf upload {repo} {folder} . --exclude 'checkpoint/*'`"
-    files, message = files_of(folder), "Trained with shardc"
-    with _reported(f"{folder} was not uploaded to {repo}", fix):
-        done = hub.HfApi().upload_folder(repo_id=repo, folder_path=folder, allow_patterns=files, commit_message=message)
+    options = {"folder_path": folder, "allow_patterns": files_of(folder), "commit_message": "Trained with shardc"}
+    done = _tried(f"{folder} was not uploaded to {repo}", fix, hub.HfApi().upload_folder, repo_id=repo, **options)
     return str(done.repo_url)
 
 
@@ -49,10 +46,9 @@ def files_of(folder: Path) -> list[str]:
     return sorted(str(f.relative_to(folder)) for f in own)
 
 
-@contextmanager
-def _reported(fault: str, fix: str) -> Iterator[None]:
+def _tried(fault: str, fix: str, call: Any, **options: Any) -> Any:
     try:
-        yield
+        return call(**options)
     except Exception as e:  # of the library, or of the HTTP client below it
         why = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise ShardcError(f"{fault}: {why}", where=_OPTION, fix=fix) from e
