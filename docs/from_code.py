@@ -210,7 +210,7 @@ def python() -> dict[str, str]:
     from shardc.runtime.step.engine import Engine
     from shardc.runtime.step.forward import Forward
     from shardc.runtime.step.module import ShardedModule
-    from shardc.verify import Report
+    from shardc.verify.equality import Report
     from shardc.verify.static import Proof
 
     def functions(names: tuple[str, ...]) -> str:

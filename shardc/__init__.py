@@ -11,7 +11,7 @@ machine       seconds and bytes of ops, on a device    report     text, tables a
 cost, plan    time and memory; the fastest spec        nn         functions that torch has no op for
 cli           the commands                             errors     ShardcError; layer_names: errors of layers, merged
 features      what can be left out, a folder each        optional   what features register, for tables of core
-call_arguments: checks arguments of public functions; names_loaded_later: imports a package's names on first use
+call_arguments: checks arguments of public functions
 collector: when Python collects garbage
 torch_modes, torch_private    modes and private modules of torch; text_file: reads small text files; version
 

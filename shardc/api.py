@@ -21,15 +21,14 @@ from shardc.optional import needed
 from shardc.runtime.checks.engine_options import MOVES, check_options, check_program
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import rank_here
-from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.engine_optimizer import adamw, assumed
-from shardc.runtime.step.forward import Forward
-from shardc.runtime.step.module import ShardedModule
 from shardc.spec import Spec
 
 if TYPE_CHECKING:
     from shardc.cost import Cost
-    from shardc.verify import Report
+    from shardc.runtime.step.engine import Engine
+    from shardc.runtime.step.forward import Forward
+    from shardc.runtime.step.module import ShardedModule
+    from shardc.verify.equality import Report
     from shardc.verify.static import Proof
 
 #: Attributes of models and trainers -> what to use instead.
@@ -60,16 +59,23 @@ class Program(ir.Program):
 
         optimizer: default AdamW(3e-4); None: parameters are not updated.
         """
+        from shardc.runtime.step.engine import Engine
+        from shardc.runtime.step.engine_optimizer import adamw
+
         check_options("engine", Engine, options)
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
     def forward(self, model: Any = None, seed: int = 0, **options: Any) -> Forward:
         """Return the runner of this rank's part of a forward-only program (shardc.runtime.step.forward)."""
+        from shardc.runtime.step.forward import Forward
+
         check_options("forward", Forward, options)
         return Forward(self, model, seed, **options)
 
     def module(self, model: Any = None, seed: int = 0, **options: Any) -> ShardedModule:
         """Return this rank's nn.Module, for a custom loop: shardc.runtime.step.module.ShardedModule."""
+        from shardc.runtime.step.module import ShardedModule
+
         check_options("module", ShardedModule, options)
         return ShardedModule(self, model, seed, **options)
 
@@ -122,7 +128,7 @@ class Program(ir.Program):
 
         The result has `.ok`, `.findings`, `.seconds`. compiled: also compare the compiled step with a run line by line.
         """
-        from shardc.verify import verify
+        from shardc.verify.equality import verify
 
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ShardcError(f"{seed!r} is no seed", where="program.verify", fix="give a whole number")
@@ -185,6 +191,7 @@ class Program(ir.Program):
         """
         from shardc.cost.measured.device_file import chosen
         from shardc.cost.step import cost
+        from shardc.runtime.step.engine_optimizer import assumed
 
         return cost(self, chosen(device, self.spec), optimizer or assumed(self), on=on, clip_norm=clip_norm)
 

@@ -37,7 +37,7 @@ def uncollected() -> Iterator[None]:
 
 def collect_seldom() -> None:
     """Raise the thresholds, in a command whose objects live until it ends."""
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 5, 100)
 
 
 def collect_as_usual() -> None:

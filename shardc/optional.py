@@ -1,4 +1,6 @@
-"""Find the optional features, the folders of shardc.features: core reads what they register, and never imports one.
+"""Find the optional features, the folders of shardc.features, and name the extras of optional libraries.
+
+Core reads what features register, and never imports one.
 
 A feature registers by names in its files. Each table of core reads a name from all features on first use, as Django
 reads the apps that its settings list; shardc.features lists the files and names.
@@ -14,6 +16,13 @@ from typing import Any
 
 from shardc.errors import ShardcError
 
+#: Libraries that a user may lack -> the extra of shardc that installs them (pyproject.toml).
+EXTRAS = {
+    **dict.fromkeys(("transformers", "huggingface_hub", "peft"), "hf"),
+    **dict.fromkeys(("datasets", "tokenizers", "jinja2"), "text"),
+    **dict.fromkeys(("tensorboard", "wandb", "mlflow", "opentelemetry"), "track"),
+}
+
 #: The features, and the sections of a spec that each defines. Of passes for the same place, an earlier one's run first.
 FEATURES = {
     "matrices": ("optimizer",),
@@ -22,6 +31,7 @@ FEATURES = {
     "fp8": ("precision.products",),
     "reshard": (),
     "generation": (),
+    "hub": (),
 }
 
 
@@ -61,3 +71,19 @@ def _module(feature: str, file: str) -> ModuleType | None:
         if e.name not in ("shardc.features", package, f"{package}.{file}"):
             raise  # a library that the feature needs
         return None
+
+
+def library(name: str, where: str) -> Any:
+    """Import a library that a user may lack. where: what needs it. Raises ShardcError that names the extra."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as e:
+        if e.name is None or not name.startswith(e.name):
+            raise  # a library that it needs itself
+        raise ShardcError(f"{e.name} is not installed", where=where, fix=install(e.name)) from None
+
+
+def install(name: str) -> str:
+    """Return the command that installs a library: by an extra of shardc, if one has it."""
+    extra = EXTRAS.get(name.partition(".")[0])
+    return f"pip install 'shardc[{extra}]'" if extra else f"pip install {name}"

@@ -20,9 +20,6 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import networkx  # type: ignore[import-untyped]
-from networkx.algorithms.flow import boykov_kolmogorov  # type: ignore[import-untyped]
-
 #: A value with this many times fewer bytes than its operands is kept rather than computed again: a mean costs
 #: reading its whole operand.
 STATISTIC = 32
@@ -32,7 +29,7 @@ STATISTIC = 32
 class MinCut:
     """Values, their costs, and their operands: any hashable objects. `cut()` returns which to keep."""
 
-    graph: Any = field(default_factory=networkx.DiGraph)
+    pipes: list[tuple[Hashable, Hashable, dict[str, float]]] = field(default_factory=list)
 
     def value(self, v: Hashable, nbytes: float | None, operands: Iterable[Hashable] | None) -> None:
         """Add a value. nbytes: cost of keeping v; None: it cannot be kept (a view: its base can).
@@ -52,11 +49,15 @@ class MinCut:
 
     def cut(self) -> list[Any]:
         """Return the values to keep."""
-        if "sink" not in self.graph or "source" not in self.graph:
+        import networkx  # type: ignore[import-untyped]  # here: most programs need no cut
+        from networkx.algorithms.flow import boykov_kolmogorov  # type: ignore[import-untyped]
+
+        graph = networkx.DiGraph(self.pipes)
+        if "sink" not in graph or "source" not in graph:
             return []
         # `late`: the nodes from which water would still reach the sink, the smallest such set of all minimum cuts
-        _, (_, late) = networkx.minimum_cut(self.graph, "source", "sink", flow_func=boykov_kolmogorov)
+        _, (_, late) = networkx.minimum_cut(graph, "source", "sink", flow_func=boykov_kolmogorov)
         return [v for v, end in (n for n in late if isinstance(n, tuple)) if end == "out" and (v, "in") not in late]
 
     def _edge(self, a: Hashable, b: Hashable, capacity: float | None) -> None:
-        self.graph.add_edge(a, b, **({} if capacity is None else {"capacity": capacity}))
+        self.pipes.append((a, b, {} if capacity is None else {"capacity": capacity}))

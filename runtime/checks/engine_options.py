@@ -14,7 +14,6 @@ import torch
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 from shardc.ir.similar_names import nearest
-from shardc.runtime.stage import not_finite
 
 _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
 
@@ -65,6 +64,8 @@ def check(
     if clip_norm is not None and not (number and 0 < clip_norm < math.inf):
         fault = f"must be a positive number or None, not {clip_norm!r}"
         errors.add(fault, where="clip_norm", fix="pass a number above 0, or None to clip nothing")
+    from shardc.runtime.stage import not_finite  # here: `compile` reads only tables of this file
+
     if nonfinite not in get_args(not_finite.Action):
         words = ", ".join(map(repr, get_args(not_finite.Action)))
         errors.add(f"must be one of {words}, not {nonfinite!r}", where="nonfinite", fix="write one of these")

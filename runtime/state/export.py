@@ -49,11 +49,11 @@ from shardc.torch_private import pytree
 #: Bytes of an exported file of weights at most, by default.
 MAX_FILE_BYTES = 5_000_000_000
 #: Files of a folder that belong to a model and not to its weights: an export copies them.
-_CARRIED = re.compile(
+CARRIED = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.(model|tiktoken|jinja|py)"
     r"|(pre|video_pre)?processor_config\.json|chat_template.*|generation_config\.json"
 )
-_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 #: In the metadata of every file written here, which may be overwritten; files of others need `overwrite`.
 _MARK = {"written by": "shardc"}
@@ -326,7 +326,7 @@ def _write_hf_files(model: Any, folder: Path, carried: Path | None, dtypes: Mapp
         model.generation_config.save_pretrained(folder)
     if carried is not None and carried.is_dir() and carried.resolve() != folder.resolve():
         for file in sorted(carried.iterdir()):
-            if file.is_file() and _CARRIED.fullmatch(file.name):
+            if file.is_file() and CARRIED.fullmatch(file.name):
                 shutil.copyfile(file, folder / file.name)
         if (templates := carried / "additional_chat_templates").is_dir():
             shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
@@ -459,7 +459,7 @@ def _rename_files(layout: Layout, files: Mapping[Path, Sequence[Output]], parts:
         index_file.write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
         new.add(index_file)
     for file in layout.folder.iterdir():
-        if _WEIGHTS.fullmatch(file.name) and file.name.startswith(layout.stem) and file not in new:
+        if WEIGHTS.fullmatch(file.name) and file.name.startswith(layout.stem) and file not in new:
             file.unlink()
 
 

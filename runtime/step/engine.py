@@ -61,7 +61,7 @@ class Engine:
     model: source of the weights: an nn.Module (not changed), a function that builds it, a state_dict or files; see
         shardc.runtime.state.sources. Each rank makes only its own part; nothing is broadcast.
     weights: files (or a state_dict) whose weights replace the model's; each rank reads its part. A weight that they do
-        not have stays the model's. `.weight_notes` says where the weights came from.
+        not have stays the model's. `.weight_notes` says where the weights came from, `.weight_folder` which folder.
     optimizer: params -> torch optimizer, or a list of them; None: no update, for evaluation and gradients only. params:
         (name, parameter) pairs, which torch's optimizers accept; shardc.groups(params, ...) groups them by pattern. In
         a list of optimizers, each parameter belongs to one.
@@ -151,7 +151,7 @@ class Engine:
         self._checks.making(seed, broadcast=broadcast, routing=routing, **settable)
         model = plain(model)
         loaded = weights_of(program, model, weights, seed)
-        self.weight_notes = loaded.notes
+        self.weight_notes, self.weight_folder = loaded.notes, loaded.folder
         self._checks.weights(model, loaded)
         on_whole = self._checks.whole_weight
         parts, buffers = local_parts(program, loaded, self.mesh, broadcast=broadcast, on_whole=on_whole)

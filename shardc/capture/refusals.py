@@ -19,7 +19,7 @@ from shardc.ir import source
 from shardc.ir.graph import source_of
 from shardc.ir.source import Source
 from shardc.runtime.stage import op_errors
-from shardc.torch_private import DATA_DEPENDENT, SIZE_DEPENDENT
+from shardc.torch_private import SIZE_DEPENDENT, data_dependent
 
 DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value
 MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums by mask.sum()"
@@ -332,7 +332,7 @@ def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | No
             return e
     at, loop = source.of_exception(error), source.loops_of_exception(error)
     raised = "\n".join(f"{type(e).__name__}: {e}" for e in chain)
-    if any(isinstance(e, DATA_DEPENDENT) for e in chain):
+    if any(isinstance(e, data_dependent()) for e in chain):
         raised = "\n".join([DATA, *(str(e) for e in chain if isinstance(e, SIZE_DEPENDENT))])
     for cause in REFUSALS:
         if cause.raised and cause.fits(raised, "", at.code, loop):

@@ -18,7 +18,10 @@ hidden_modules              refuses files with the name of a module that shardc 
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import threading
 from importlib import import_module
 from typing import Annotated
 
@@ -67,4 +70,16 @@ def shardc_command(
 
 
 def main() -> None:
-    app()
+    """Run a command. If no other thread runs then, leave at once: Python's own end takes all of torch apart."""
+    try:
+        app()
+    except SystemExit as end:
+        if threading.active_count() > 1 or not isinstance(end.code, int):
+            raise
+        atexit._run_exitfuncs()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:  # the reader has left: Python reports it as for any program
+            raise end from None
+        os._exit(end.code)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shardc.cli.common import check_outputs, reporting
-from shardc.cli.options import DebugOption, option
+from shardc.cli.options import DebugOption, PushOption, option
 from shardc.errors import Errors, ShardcError
+from shardc.optional import needed, registered
 
 if TYPE_CHECKING:
     from shardc.cli.model_file import ModelFile
@@ -28,6 +29,7 @@ def command(
     merge: Annotated[bool, option("write the whole model, with adapters merged into their weights")] = False,
     max_file_gb: Annotated[float | None, option("maximum size of a file in GB; default: 5", min=0.001)] = None,
     overwrite: Annotated[bool, option("replace weights in OUT that shardc did not write")] = False,
+    push_to_hub: PushOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Export the weights of a checkpoint for other tools, slice by slice, in one process."""
@@ -50,6 +52,10 @@ def command(
             raise refused(foreign, "add --overwrite")
         if not checkpoints_in(checkpoint):
             raise none_in(checkpoint)
+        if push_to_hub and out.suffix == ".safetensors":
+            raise ShardcError(f"{out} is a file", where="--push-to-hub", fix="export to a folder, which has a card too")
+        if push_to_hub:
+            needed("hub", "upload", "prepare")(push_to_hub)
         file = model_file.load(model)
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors
@@ -79,7 +85,12 @@ def command(
         limit = int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES
         for layout in layouts:
             write(layout, held, lambda name: stored[name].tensor(), mesh, limit)
+        if out.suffix != ".safetensors":
+            for write_card in registered("card", "of_export"):
+                write_card(out, carried, checkpoint)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
+        if push_to_hub:
+            show(f"uploaded to {needed('hub', 'upload', 'upload')(out, push_to_hub)}")
 
 
 def _program(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, merge: bool) -> Program | None:

@@ -32,6 +32,7 @@ from shardc.cli import config_file, hidden_modules
 from shardc.errors import ShardcError
 from shardc.ir.similar_names import nearest
 from shardc.ir.source import is_users
+from shardc.optional import install
 from shardc.runtime.launch import short_sockets
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.pretrained import lazily
@@ -307,7 +308,7 @@ def _users(path: Path, doing: str) -> Iterator[None]:
         fixes = (
             (around, f"PYTHONPATH={around} shardc ...: that folder holds {missing}"),
             ("attempted relative import" in text, f"write `from .module import ...` in {path.name}, too"),
-            (isinstance(e, ModuleNotFoundError), f"pip install {missing}, or put that module beside {path.name}"),
+            (isinstance(e, ModuleNotFoundError), f"{install(missing)}, or put that module beside {path.name}"),
             (isinstance(e, SystemExit), f"put what only a script does under {_SCRIPT}"),
             (isinstance(e, _Joins), f"leave it out; put what the file needs as a script under {_SCRIPT}"),
             (moves, "leave out .cuda() and .to(device): each rank builds its part on its own device"),
@@ -360,7 +361,7 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     try:
         import transformers
     except ImportError:
-        raise ShardcError("hf: models need transformers", where=ref, fix="pip install transformers") from None
+        raise ShardcError("hf: models need transformers", where=ref, fix=install("transformers")) from None
     path = config_file.path_of(file, ref)
     folder = path.parent if path != Path(file) else None  # a folder was named, or a model of the hub
     values = config_file.read(path, file, ref)

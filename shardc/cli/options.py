@@ -44,6 +44,7 @@ SeqOption = Annotated[int | None, option("sequence length of an hf: model's exam
 NprocOption = Annotated[int | None, option("processes on this machine; default: what the mesh needs", min=1)]
 FullOption = Annotated[bool, option("show every layer (by default equal layers are folded)")]
 DebugOption = Annotated[bool, option("show the traceback of an error")]
+PushOption = Annotated[str | None, option("upload the weights and their card to ORG/NAME of the Hugging Face hub")]
 
 
 @dataclass(frozen=True)

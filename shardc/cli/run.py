@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from shardc.cli.common import check_outputs
-from shardc.cli.options import Named, NprocOption, given, names_program, option
+from shardc.cli.options import Named, NprocOption, PushOption, given, names_program, option
 from shardc.cli.ranks.make_job import ranks
 from shardc.errors import ShardcError
+from shardc.optional import install, needed
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -41,6 +42,7 @@ def command(
     as_compiled: Annotated[
         bool, option("train a compiled DIR although forward or loss changed in the model file since")
     ] = False,
+    push_to_hub: PushOption = None,
     **settings: Any,
 ) -> None:
     """Train: start one process for each rank on this machine, or join the world of torchrun or Slurm."""
@@ -68,6 +70,10 @@ def command(
             overwrite = overwrite or resume is None
         _check(program, named.model, resume)
         _check_folders(save, log, resume, overwrite=overwrite)
+        if push_to_hub and save is None:
+            raise ShardcError("there is nothing to upload", where="--push-to-hub", fix="name a folder, --save DIR")
+        if push_to_hub and first:
+            needed("hub", "upload", "prepare")(push_to_hub)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
         writes |= {f"offload: {n}": x for n, x in program.spec.data.offload.used.items() if x != "cpu"}
         job = all_ranks.job(
@@ -96,6 +102,10 @@ def command(
         if summary is not None:
             tied = any(p.aliases for p in program.params)
             all_ranks.show(_summary(summary, tied=tied), summary)
+            if push_to_hub:
+                print(
+                    f"uploaded to {needed('hub', 'upload', 'upload')(save, push_to_hub)}", file=sys.stderr, flush=True
+                )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -132,7 +142,7 @@ def _settings(run: Run, **options: Any) -> Run:
             fix = f"name the folder, --{needs} DIR or `run: {{{needs}: DIR}}`"
             raise ShardcError(fault, where=_flag(name), fix=fix)
     if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ShardcError("TensorBoard is not installed", where="--tensorboard", fix="pip install tensorboard")
+        raise ShardcError("TensorBoard is not installed", where="--tensorboard", fix=install("tensorboard"))
     return run
 
 

@@ -17,11 +17,11 @@ caching_allocator
               the memory that torch's allocator reserves on a GPU
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardc.cost.measured.device_file import device, known_devices, names
 from shardc.machine.device import Device
-from shardc.names_loaded_later import names_loaded_later
 
 if TYPE_CHECKING:
     from shardc.cost.peak_memory import Memory
@@ -31,4 +31,9 @@ __all__ = ["Cost", "Device", "Memory", "RankCost", "device", "known_devices", "n
 
 # Loaded later: a rank of a run reads its device's description, and does not need the passes for a dry run.
 _LATER = {"Cost": "shardc.cost.step", "Memory": "shardc.cost.peak_memory", "RankCost": "shardc.cost.step"}
-__getattr__ = names_loaded_later(__name__, _LATER)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)

@@ -33,9 +33,9 @@ from shardc.torch_private.autograd import (
     step_hooks,
 )
 from shardc.torch_private.fake_tensors import (
-    DATA_DEPENDENT,
     SIZE_DEPENDENT,
     NotCompiledMode,
+    data_dependent,
     fake_device,
     fake_mode,
     fake_mode_of,
@@ -97,7 +97,6 @@ from shardc.torch_private.traced_graphs import (
 )
 
 __all__ = [
-    "DATA_DEPENDENT",
     "SIZE_DEPENDENT",
     "FakeTensor",
     "FakeTensorMode",
@@ -114,6 +113,7 @@ __all__ = [
     "call_modes",
     "count_groups_from",
     "current_backward",
+    "data_dependent",
     "decompositions",
     "default_store",
     "engine_executes",

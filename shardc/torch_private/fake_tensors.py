@@ -13,19 +13,19 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,  # turns off all modes
 )
 
-#: Errors of tracing when Python reads a tensor's value (`if x.sum() > 0`) or a shape depends on one (`nonzero`).
-DATA_DEPENDENT: tuple[type[Exception], ...] = (
-    GuardOnDataDependentSymNode,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 SIZE_DEPENDENT: type[Exception] = DynamicOutputShapeException
+
+
+def data_dependent() -> tuple[type[Exception], ...]:
+    """Return the errors of tracing when Python reads a tensor's value or a shape depends on one (`nonzero`)."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # here: it imports sympy
+
+    return GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException
 
 
 class NotCompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,13 +43,14 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     attributes: dict[torch.device, dict[str, Any]]
 
 
-def fake_mode(*, of_gpu: bool = False, symbols: bool = True, remembers: bool = True) -> FakeTensorMode:
+def fake_mode(*, of_gpu: bool = False, remembers: bool = True) -> FakeTensorMode:
     """Return a mode whose tensors have no storage. of_gpu: they represent tensors of a GPU.
 
-    symbols: a data-dependent size has a name; otherwise it is an error. remembers: it keeps results of ops, which takes
-    as long as to compute one. The model's own real tensors may mix in.
+    remembers: it keeps results of ops, which takes as long as to compute one. The model's own real tensors may mix in.
     """
-    mode = _FakeMode(shape_env=ShapeEnv() if symbols else None, allow_non_fake_inputs=True)
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = _FakeMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     mode.of_gpu, mode.attributes = of_gpu, {}
     mode.cache_enabled = mode.cache_enabled and remembers
     return mode

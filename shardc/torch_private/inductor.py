@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 
 def inductor_compiled(
@@ -27,6 +26,7 @@ def inductor_compiled(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     shapes = ShapeEnv()  # without one nothing is cached on disk
     mode = FakeTensorMode(shape_env=shapes)
@@ -43,6 +43,8 @@ def _fake(mode: FakeTensorMode, x: Tensor, any_rows: bool) -> Tensor:
     if not any_rows:
         with mode:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
     sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (x.dim() - 1)]
     return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 

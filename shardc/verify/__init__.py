@@ -8,9 +8,3 @@ to_float64      a program in float64; random_batch: weights and a batch that it 
 static          the proof without running, for any number of ranks
 rules           proof of the rules of ops
 """
-
-from shardc.verify.equality import TOLERANCE, Finding, Report, difference, verify
-from shardc.verify.simulate import simulate
-from shardc.verify.static import Gap, Proof, prove
-
-__all__ = ["TOLERANCE", "Finding", "Gap", "Proof", "Report", "difference", "prove", "simulate", "verify"]

@@ -32,6 +32,7 @@ from shardc.collector import collect_as_usual
 from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
 from shardc.ir.units import size
+from shardc.optional import registered
 from shardc.report.cost import peak_place
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.launch import GAVE_UP, record_errors
@@ -124,6 +125,11 @@ def run(job: Job) -> dict[str, Any]:
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
+    if first and settings.save:
+        last, base = losses[-1] if losses else None, engine.weight_folder
+        facts = {"data": train.description, "mesh": str(program.mesh), "steps": engine.step_count, "loss": last}
+        for write in registered("card", "write"):
+            write(Path(settings.save), base, facts | {"held-out loss": summary["held_out"]}, program.spec.text)
     if log is not None:
         (log / "summary.json").write_text(json_text(summary, indent=1))
     return summary
