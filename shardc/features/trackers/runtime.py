@@ -1,0 +1,110 @@
+"""Make the trackers of a run: callbacks of the first rank (shardc.runtime.checks.callbacks).
+
+A tracker records the configuration and spec, the numbers of each line of steps.jsonl, and in the end the summary with
+the state. A run that goes on from its own checkpoint goes on in the tracker's run, whose id the checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from shardc.errors import Errors
+from shardc.runtime.mesh.watch import print_line
+
+#: The trackers, each a file here, and the module that each needs. `run: {track: ...}` of the spec has the same names.
+CLIENTS = {
+    "tensorboard": "tensorboard.compat",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "opentelemetry": "opentelemetry.sdk.metrics",
+}
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Raise ShardcError for trackers whose client is not installed."""
+    errors = Errors()
+    for name in names:
+        try:
+            spec = find_spec(CLIENTS[name])
+        except ModuleNotFoundError:  # a package around it
+            spec = None
+        if spec is None or spec.origin is None:  # the folder wandb/ that it leaves beside a script is no package
+            errors.add(f"{name} is not installed", where=f"--track {name}", fix="pip install 'shardc[track]'")
+    errors.raise_any()
+
+
+def make(names: Iterable[str]) -> list[Tracker]:
+    """Make the trackers of these names."""
+    return [import_module(f"shardc.features.trackers.{name}").Tracker(name) for name in names]
+
+
+class Tracker(ABC):
+    """A callback of the first rank. If its client fails, it warns once; later numbers are tried again."""
+
+    rank0 = True
+
+    def __init__(self, name: str) -> None:
+        self.name, self._is_open, self._warned = name, False, False
+
+    # --- what a tracker does
+
+    @abstractmethod
+    def open(self, run: Mapping[str, Any], id: str | None) -> str:
+        """Begin a run, or go on with that of this id; return its id. run: facts of the run."""
+
+    @abstractmethod
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Record the numbers of a step."""
+
+    @abstractmethod
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """End the run. summary: with `state`: finished, stopped early, interrupted or failed."""
+
+    # --- the moments of a run
+
+    def run_begins(self, engine: Any, run: Mapping[str, Any]) -> None:
+        ids = engine.extra.setdefault("trackers", {})
+
+        def begin() -> None:
+            ids[self.name] = self.open(run, ids.get(self.name) if run["goes_on"] else None)
+            self._is_open = True
+
+        self._safely(begin)
+
+    def logged(self, engine: Any, line: Mapping[str, Any]) -> None:
+        if self._is_open:
+            self._safely(lambda: self.log(dict(flat_numbers(line)), line["step"]))
+
+    def run_ends(self, engine: Any, summary: Mapping[str, Any]) -> None:
+        if self._is_open:
+            self._safely(lambda: self.close(summary))
+
+    def _safely(self, work: Any) -> None:
+        try:
+            work()
+        except (Exception, SystemExit) as e:  # any error of the client, such as of the network
+            if not self._warned:
+                first = next(iter(str(e).splitlines()), "")
+                print_line(f"note: {self.name} fails, and the run goes on: {type(e).__name__}: {first}")
+            self._warned = True
+
+
+def flat_numbers(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a line, with names such as waited/dp."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from flat_numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and name != "step":
+            yield prefix + name, value
+
+
+def flat_texts(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return facts as texts, with names such as settings.clip."""
+    flat: dict[str, str] = {}
+    for name, value in facts.items():
+        flat |= flat_texts(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: str(value)}
+    return flat
