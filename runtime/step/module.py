@@ -219,9 +219,10 @@ class ShardedModule(ModuleState):
         """Make an optimizer of this module's parameters from the function that an engine takes. Collective.
 
         make: params -> torch optimizer, or a list of them; default: the spec's, else AdamW(3e-4). params are (name,
-        parameter) pairs (shardc.groups and shardc.matrices take them). Where the spec says `optimizer: {matrices: ...}`, those are whole matrices. Their
-        owners step an optimizer that needs them whole: `step()` is then collective, too. Clip, schedule and save it as
-        any other. Raises ShardcError for an optimizer that would train otherwise than on one device.
+        parameter) pairs (shardc.groups and shardc.matrices take them). With `optimizer: {matrices: ...}` in the spec
+        they are whole matrices. Their owners step an optimizer that needs them whole: `step()` is then collective, too.
+        Clip, schedule and save it as any other. Raises ShardcError for an optimizer that would train otherwise than on
+        one device.
         """
         r = self._running
         with r.mesh.together("making an optimizer"):

@@ -67,7 +67,8 @@ class ModelFile:
     batches, or a map-style torch Dataset of samples (collate makes batches of them); or (split, part, parts) -> an
     iterable of that part of each global batch. optimizer: (name, parameter) pairs -> torch optimizer. scheduler:
     optimizer -> learning-rate scheduler. callbacks: returns them (shardc.runtime.checks.callbacks). weights: where
-    training starts (a file or folder of shardc.runtime.state.weight_files); None: with the weights that `build` makes. note: a line about that for the user.
+    training starts (a file or folder of shardc.runtime.state.weight_files); None: with the weights that `build` makes.
+    note: a line about that for the user.
     """
 
     ref: str

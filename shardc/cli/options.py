@@ -151,9 +151,11 @@ def given(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _option(name: str, field: FieldInfo) -> Any:
     """Return the annotation of the option for a field of the spec's section `run:`, as typer reads it."""
-    default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    one = field.default[0] if isinstance(field.default, tuple) and field.default else field.default
+    default = f"{one:g}" if isinstance(one, float) else str(one)
     text = (field.description or "") + (f" (default: {default})" if field.default else "")
-    text = text.replace("`save`", "--save").replace("`log`", "--log")
+    for other in Run.model_fields:
+        text = text.replace(f"`{other}`", f"--{other.replace('_', '-')}")
     kind: Any = field.annotation  # a type, or what Annotated makes of one
     least = next((x.ge for x in field.metadata if hasattr(x, "ge")), None)
     flags: list[str] = []

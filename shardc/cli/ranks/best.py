@@ -78,4 +78,4 @@ class Best:
         if not self.on or not (state := self.state) or state["value"] is None:
             return {}
         path = next((g.path for g in generations(folder) if g.step == state.get("step") and not g.replaced), None)
-        return {"metric": self._settings.metric, **state, "checkpoint": str(path) if path is not None else None}
+        return {**state, "metric": self._settings.metric, "checkpoint": str(path) if path is not None else None}

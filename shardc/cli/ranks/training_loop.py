@@ -73,8 +73,8 @@ class Training:
     engine: Any
     train: Batches
     valid: Batches | None
+    lines: StepLines
     signals: Signals
-    lines: StepLines = dataclasses.field(default_factory=lambda: StepLines(0, None, None, append=False))
     saved: int | None = None  # the last step that was saved, or is being saved
     writing: int | None = None  # the step that is being saved in the background
     waited: float = 0.0  # seconds for the batch of this step
@@ -372,9 +372,11 @@ class Training:
         if not values and not self.stopped and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
             print_line("note: data('valid') has no batch: there is no held-out loss (return None if none is intended)")
-        if values:
+        if values and self.engine.extra.get("evaluated") != step:  # a resumed run evaluates its first step again
+            self.engine.extra["evaluated"] = step
             self.engine.evaluated(values["loss"])
             self.save_requested |= self.best.evaluated(values) and self.settings.keeps_best
+        if values:
             self.call("evaluated", values)
         return dict(values)
 

@@ -66,7 +66,8 @@ def run(job: Job) -> dict[str, Any]:
     weights, steps = weights_of(job, file, program), list[int]()  # the number of steps, once it is known
     trackers = needed("trackers", "runtime", "make")(settings.trackers) if settings.trackers else []
     with mesh.together("making the engine"):
-        engine = program.engine(
+        engine = Engine(
+            program,
             file.build,
             weights=weights if not job.resume else None,  # a checkpoint has them all
             optimizer=file.optimizer or engine_optimizer.of_spec(program, job.lr),
@@ -84,7 +85,7 @@ def run(job: Job) -> dict[str, Any]:
         engine.load(job.resume, **job.load)
     with mesh.together("opening the data"):
         train, valid = _data(job, file, engine)
-        training = Training(settings, engine, train, valid, signals)
+        training = Training(settings, engine, train, valid, StepLines(0, None, None, append=False), signals)
         steps.append(training.steps)
         training.best.check(held_out=valid is not None)
     if engine.step_count > training.steps:
