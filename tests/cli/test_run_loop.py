@@ -114,12 +114,12 @@ def test_the_best_checkpoint_stays_and_a_run_stops_early_and_both_survive_a_resu
     assert f"stopped early after step {best + 10}: 10 evaluations brought nothing better" in more.stdout
     assert f"best held-out loss {min(held_out):.4g} after step {best}: out/checkpoint/step-{best:06d}" in more.stdout
     assert [g.step for g in generations(folder / "out" / "checkpoint")] == [best + 10, best]
-    assert [g.step for g in generations(folder / "out" / "checkpoint")] == [best + 10, best]
     prune(folder / "out" / "checkpoint", 1)
     assert [g.step for g in generations(folder / "out" / "checkpoint")] == [best + 10, best]
     calls = (folder / "calls-0").read_text().splitlines()
     assert calls[0] == "run_begins 0 "
-    assert calls[1:4] == ["evaluated  ", "logged 1 ", "saved 1 "]
+    assert calls[1:3] == ["evaluated  ", "logged 1 "]
+    assert "saved 1 " in calls
     assert [x for x in calls if "run_" in x][1:3] == [f"run_ends {best + 9} stopped early", f"run_begins {best + 9} "]
     assert not (folder / "calls-1").exists(), "rank0 = True"
 
@@ -234,9 +234,10 @@ def program(mesh: dict[str, int], **more: Any) -> Any:
 
 def trained(program: Any, steps: int = 4, **options: Any) -> dict[str, Tensor]:
     """The weights after some steps."""
+    model = Mlp().double()  # ranks are threads, which share the seed
 
     def work(mesh: Any) -> dict[str, Tensor]:
-        engine = program.engine(Mlp().double(), mesh=mesh, **options)
+        engine = program.engine(model, mesh=mesh, **options)
         for _ in range(steps):
             engine.step({"x": X})
         return engine.full_state_dict()  # type: ignore[no-any-return]
@@ -365,11 +366,12 @@ def test_a_plateau_waits_for_held_out_losses_and_survives_a_resume(tmp_path: Pat
         plateau.step(loss)
         want.append(plain.param_groups[0]["lr"])
     assert want[-1] == 0.25
+    model = Mlp().double()
 
     def work(mesh: Any, parts: list[list[float]]) -> list[float]:
         rates = []
         for i, part in enumerate(parts):
-            engine = of.engine(Mlp().double(), mesh=mesh, **options)
+            engine = of.engine(model, mesh=mesh, **options)
             if i:
                 engine.load(tmp_path)
             for loss in part:

@@ -24,7 +24,7 @@ class Tracker(runtime.Tracker):
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, value in {"step": step, **numbers}.items():
             if name not in self._gauges:
-                self._gauges[name] = self._meter.create_gauge(f"shardc.{name.replace('/', '.').replace('+', '.')}")
+                self._gauges[name] = self._meter.create_gauge(f"shardc.{runtime.plain_name(name)}")
             self._gauges[name].set(value, {"shardc.run_id": self._id})
 
     def close(self, summary: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ the state. A run that goes on from its own checkpoint goes on in the tracker's r
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
@@ -100,6 +101,11 @@ def flat_numbers(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield from flat_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and name != "step":
             yield prefix + name, value
+
+
+def plain_name(name: str) -> str:
+    """Return a name with the characters that all trackers take: bytes/dp+tp becomes bytes/dp.tp."""
+    return re.sub(r"[^\w./-]", ".", name)
 
 
 def flat_texts(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
