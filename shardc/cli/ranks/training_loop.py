@@ -417,13 +417,10 @@ class Training:
 
     def last_held_out(self) -> dict[str, float]:
         """Return the held-out values after the last step, and log them with it. Raises Interrupted after a signal."""
-        known = self.evaluated[0] == self.engine.step_count
         values = self.held_out()
         if self.stopped and not values:
             self._interrupt()
-        if values and not known:
-            self.lines.add_held_out(self.engine.step_count, in_log(values))
-            self.call("logged", {"step": self.engine.step_count, **in_log(values)})
+        self.lines.add_held_out(self.engine.step_count, in_log(values))
         return values
 
     def save(self) -> None:

@@ -149,7 +149,9 @@ def run(job: Job) -> dict[str, Any]:
     }
     if log is not None:
         (log / "summary.json").write_text(json_text(summary, indent=1))
-    training.call("run_ends", summary)
+    with mesh.together("ending the run"):
+        training.call("run_ends", summary)
+        mesh.sum_on_host([0])  # a callback that fails on one rank ends the others
     return summary
 
 

@@ -77,8 +77,15 @@ class Tracker(ABC):
         self._safely(begin)
 
     def logged(self, engine: Any, line: Mapping[str, Any]) -> None:
+        self._record({n: x for n, x in flat_numbers(line) if not n.startswith("held_out")}, line["step"])
+
+    def evaluated(self, engine: Any, values: Mapping[str, float]) -> None:
+        named = {"held_out" if n == "loss" else f"held_out_outputs/{n}": x for n, x in values.items()}
+        self._record(named, engine.step_count)
+
+    def _record(self, numbers: Mapping[str, float], step: int) -> None:
         if self._is_open:
-            self._safely(lambda: self.log(dict(flat_numbers(line)), line["step"]))
+            self._safely(lambda: self.log(numbers, step))
 
     def run_ends(self, engine: Any, summary: Mapping[str, Any]) -> None:
         if self._is_open:

@@ -31,7 +31,7 @@ def tracked(
     name: str, extra: dict[str, Any], log: Path, *, begun: int = 0, goes_on: bool = False, state: str = "finished"
 ) -> list[runtime.Tracker]:
     """Run all moments of a run in a tracker."""
-    engine = SimpleNamespace(extra=extra, mesh=SimpleNamespace(rank=0))
+    engine = SimpleNamespace(extra=extra, mesh=SimpleNamespace(rank=0), step_count=2)
     trackers = runtime.make([name])
     callbacks = Callbacks(trackers)
     facts = {
@@ -45,6 +45,7 @@ def tracked(
     callbacks.call("run_begins", engine, facts)
     for line in LINES[begun:]:
         callbacks.call("logged", engine, line)
+    callbacks.call("evaluated", engine, {"loss": 0.75, "accuracy": 0.25})
     callbacks.call("run_ends", engine, {"state": state, "step": 2, "losses": [1.0, 0.5]})
     engine.mesh.rank = 1
     callbacks.call("run_begins", engine, {})  # nothing: the first rank alone
@@ -74,6 +75,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert found["loss"] == [(1, 1.0), (2, 0.5)]
     assert found["bytes/dp+tp"] == [(1, 256.0)]
     assert found["held_out"] == [(2, 0.75)]
+    assert found["held_out_outputs/accuracy"] == [(2, 0.25)]
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert "mesh: {dp: 2}" in texts["spec/text_summary"]
     assert "settings.clip: 1.0" in texts["config/text_summary"]
@@ -200,7 +202,7 @@ class Failing(runtime.Tracker):
 
 @pytest.mark.parametrize(
     ("fails", "done"),
-    [("open", ["open"]), ("log", ["open", "log", "log", "close"]), ("close", ["open", "log", "log", "close"])],
+    [("open", ["open"]), ("log", ["open", "log", "log", "log", "close"]), ("close", ["open", "log", "log", "log", "close"])],
 )
 def test_a_tracker_that_fails_warns_once(
     fails: str, done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
