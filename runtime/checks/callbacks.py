@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from shardc.errors import Errors
+from shardc.errors import ShardcError
 from shardc.ir.similar_names import nearest
 from shardc.runtime.data.sample_errors import add_note
 
@@ -32,17 +32,16 @@ class Callbacks(list[Any]):
 
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         super().__init__(callbacks)
-        errors = Errors()
         for i, one in enumerate(self):
-            where, kind = f"callbacks[{i}]", type(one).__name__
+            fault = fix = ""
             if inspect.isclass(one):
-                errors.add(f"this is the class {one.__name__}, not an object", where=where, fix=f"{one.__name__}()")
+                fault, fix = f"this is the class {one.__name__}, not an object", f"write {one.__name__}()"
             elif not any(hasattr(one, moment) for moment in MOMENTS) and not callable(one):
                 near = {m: n for m in dir(one) if not m.startswith("_") and (n := nearest(m, MOMENTS))}
-                fix = "".join(f"did you mean {n!r} by {m!r}? " for m, n in near.items())
-                fault = f"a {kind} has none of the methods that a run calls, and is no function"
-                errors.add(fault, where=where, fix=f"{fix}they are {', '.join(MOMENTS)}")
-        errors.raise_any()
+                fix = "".join(f"did you mean {n!r} by {m!r}? " for m, n in near.items()) + f"{', '.join(MOMENTS)}"
+                fault = f"a {type(one).__name__} has none of the methods that a run calls, and is no function"
+            if fault:
+                raise ShardcError(fault, where=f"callbacks[{i}]", fix=fix)
 
     def call(self, moment: str, engine: Any, facts: Any) -> None:
         """Call the callbacks that have this moment. An error has a note with the callback's name."""
@@ -54,6 +53,5 @@ class Callbacks(list[Any]):
             try:
                 method(engine, facts)
             except Exception as e:
-                name = getattr(one, "__name__", type(one).__name__)
-                add_note(e, f"in the callback {name}" + ("" if is_function else f".{moment}"))
+                add_note(e, f"in the callback {getattr(one, '__name__', type(one).__name__)}, {moment}")
                 raise

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
+from shardc import optional
 from shardc.spec.fields import Choices, Count, Pattern, Positive, Section, unknown, wrong
 
 Share = Annotated[float, Field(ge=0)]  # below 1: of all steps; else a number of steps
@@ -89,6 +90,11 @@ class Optimizer(Section):
         if self.chosen:
             from shardc.runtime.step.engine_optimizer import fault
 
+            for key in self.model_extra or {}:
+                if feature := optional.missing(f"optimizer.{key}"):
+                    fix = f"install shardc with shardc/features/{feature}, or leave it out"
+                    fault_text = f"{key!r} in `optimizer` belongs to the feature {feature}, which is not installed"
+                    raise wrong("{fault}", fix, fault=fault_text)
             if found := fault(self.name, self.arguments, self.groups, type(self).model_fields):
                 raise wrong("{fault}", found[1], fault=found[0])
         return self

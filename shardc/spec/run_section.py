@@ -37,7 +37,7 @@ class Run(Section):
     steps: Annotated[int | None, Field(ge=0)] = Field(
         default=None,
         description="total optimizer steps, including those before a resume (default: 100, or what `epochs` needs)",
-        examples=[1000],
+        examples=[100],
     )
     epochs: Positive | None = Field(
         default=None,

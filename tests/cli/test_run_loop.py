@@ -128,7 +128,7 @@ def test_the_best_checkpoint_stays_and_a_run_stops_early_and_both_survive_a_resu
 def test_an_error_in_a_callback_names_it_and_saves_first(folder: Path, moment: str) -> None:
     done = run(folder, "--steps", "3", "--save", "out", "--eval-every", "2", fails=moment, once=False)
     assert done.returncode == 1
-    assert f"in the callback Log.{moment}" in done.stderr
+    assert f"in the callback Log, {moment}" in done.stderr
     assert "a key of the user" in done.stderr
     assert "after step" in done.stderr
     assert generations(folder / "out" / "checkpoint"), done.stderr

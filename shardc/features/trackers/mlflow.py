@@ -19,7 +19,7 @@ class Tracker(runtime.Tracker):
         self._sender = ThreadPoolExecutor(1)  # no step waits for the network
         self._id = str(self._client.start_run(run_id=id).info.run_id)
         if id is None:  # parameters of a run cannot change
-            self._client.log_params({k: x[:LONGEST] for k, x in runtime.flat_texts(run).items() if k != "spec"})
+            self._client.log_params({k: x[:LONGEST] for k, x in runtime.texts(run).items()})
         self._client.set_tag("shardc.begins_at_step", str(run["begun"]))
         self._client.log_text(run["spec"], "spec.yaml")
         return self._id

@@ -51,8 +51,6 @@ class Tracker(ABC):
     def __init__(self, name: str) -> None:
         self.name, self._is_open, self._warned = name, False, False
 
-    # --- what a tracker does
-
     @abstractmethod
     def open(self, run: Mapping[str, Any], id: str | None) -> str:
         """Begin a run, or go on with that of this id; return its id. run: facts of the run."""
@@ -65,59 +63,46 @@ class Tracker(ABC):
     def close(self, summary: Mapping[str, Any]) -> None:
         """End the run. summary: with `state`: finished, stopped early, interrupted or failed."""
 
-    # --- the moments of a run
-
     def run_begins(self, engine: Any, run: Mapping[str, Any]) -> None:
-        ids = engine.extra.setdefault("trackers", {})
-
-        def begin() -> None:
-            ids[self.name] = self.open(run, ids.get(self.name) if run["goes_on"] else None)
-            self._is_open = True
-
-        self._safely(begin)
+        ids, self._is_open = engine.extra.setdefault("trackers", {}), True
+        id = self._safely(self.open, run, ids.get(self.name) if run["goes_on"] else None)
+        ids[self.name], self._is_open = id, id is not None
 
     def logged(self, engine: Any, line: Mapping[str, Any]) -> None:
-        self._record({n: x for n, x in flat_numbers(line) if not n.startswith("held_out")}, line["step"])
+        numbers = {n: x for n, x in flat(line, "/") if isinstance(x, (int, float)) and n != "step"}
+        self._safely(self.log, {n: x for n, x in numbers.items() if not n.startswith("held_out")}, line["step"])
 
     def evaluated(self, engine: Any, values: Mapping[str, float]) -> None:
         named = {"held_out" if n == "loss" else f"held_out_outputs/{n}": x for n, x in values.items()}
-        self._record(named, engine.step_count)
-
-    def _record(self, numbers: Mapping[str, float], step: int) -> None:
-        if self._is_open:
-            self._safely(lambda: self.log(numbers, step))
+        self._safely(self.log, named, engine.step_count)
 
     def run_ends(self, engine: Any, summary: Mapping[str, Any]) -> None:
-        if self._is_open:
-            self._safely(lambda: self.close(summary))
+        self._safely(self.close, summary)
 
-    def _safely(self, work: Any) -> None:
+    def _safely(self, work: Any, *arguments: Any) -> Any:
         try:
-            work()
+            return work(*arguments) if self._is_open else None
         except (Exception, SystemExit) as e:  # any error of the client, such as of the network
+            first = next(iter(str(e).splitlines()), "")
             if not self._warned:
-                first = next(iter(str(e).splitlines()), "")
                 print_line(f"note: {self.name} fails, and the run goes on: {type(e).__name__}: {first}")
             self._warned = True
 
 
-def flat_numbers(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line, with names such as waited/dp."""
+def flat(facts: Mapping[str, Any], between: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of nested facts, with names such as settings.clip, or waited/dp."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            yield from flat_numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and name != "step":
+            yield from flat(value, between, f"{prefix}{name}{between}")
+        else:
             yield prefix + name, value
+
+
+def texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return nested facts as texts, without the spec."""
+    return {name: str(value) for name, value in flat(facts) if name != "spec"}
 
 
 def plain_name(name: str) -> str:
     """Return a name with the characters that all trackers take: bytes/dp+tp becomes bytes/dp.tp."""
     return re.sub(r"[^\w./-]", ".", name)
-
-
-def flat_texts(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return facts as texts, with names such as settings.clip."""
-    flat: dict[str, str] = {}
-    for name, value in facts.items():
-        flat |= flat_texts(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: str(value)}
-    return flat

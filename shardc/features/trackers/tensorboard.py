@@ -14,8 +14,7 @@ class Tracker(runtime.Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._board, self._step = SummaryWriter(run["log"], purge_step=run["begun"] + 1), run["begun"]
-        texts = {k: x for k, x in runtime.flat_texts(run).items() if k != "spec"}
-        self._text("config", "\n".join(f"{k}: {x}" for k, x in texts.items()))
+        self._text("config", "\n".join(f"{k}: {x}" for k, x in runtime.texts(run).items()))
         self._text("spec", run["spec"])
         return str(run["log"])
 

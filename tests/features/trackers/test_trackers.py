@@ -202,7 +202,11 @@ class Failing(runtime.Tracker):
 
 @pytest.mark.parametrize(
     ("fails", "done"),
-    [("open", ["open"]), ("log", ["open", "log", "log", "log", "close"]), ("close", ["open", "log", "log", "log", "close"])],
+    [
+        ("open", ["open"]),
+        ("log", ["open", "log", "log", "log", "close"]),
+        ("close", ["open", "log", "log", "log", "close"]),
+    ],
 )
 def test_a_tracker_that_fails_warns_once(
     fails: str, done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
