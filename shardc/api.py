@@ -57,13 +57,23 @@ class Program(ir.Program):
     def engine(self, model: Any = None, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
         """Return a training loop for this rank: shardc.runtime.step.engine.Engine.
 
-        optimizer: default AdamW(3e-4); None: parameters are not updated.
+        optimizer: default the spec's, else AdamW(3e-4); None: parameters are not updated. scheduler: default the
+        spec's, over the steps of `run: {steps: N}` or of the schedule.
         """
+        from shardc.runtime.step import engine_optimizer, schedulers
         from shardc.runtime.step.engine import Engine
-        from shardc.runtime.step.engine_optimizer import adamw
 
         check_options("engine", Engine, options)
-        return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
+        section = self.spec.optimizer
+        if optimizer is not None and section.schedule is not None and "scheduler" not in options:
+            if section.schedule.steps is None and self.spec.run.steps is None:
+                fix = "write optimizer: {schedule: {name: ..., steps: N}}, or run: {steps: N}"
+                raise ShardcError("the schedule needs a number of steps", where="optimizer.schedule", fix=fix)
+            options["scheduler"] = schedulers.of_spec(self, lambda: self.spec.run.steps)
+        engine = Engine(self, model, engine_optimizer.of_spec(self) if optimizer is ... else optimizer, seed, **options)
+        if optimizer not in (..., None) and section.chosen:
+            engine.mesh.note("`optimizer` of the spec is not used: the engine has its own optimizer")
+        return engine
 
     def forward(self, model: Any = None, seed: int = 0, **options: Any) -> Forward:
         """Return the runner of this rank's part of a forward-only program (shardc.runtime.step.forward)."""
@@ -185,9 +195,9 @@ class Program(ir.Program):
         The result has `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm` {(axis, kind):
         bytes} and `.step_seconds`. device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a
         shardc.cost.Device; default: the spec's `device:`, else h100-80g. optimizer: params -> torch optimizer; default
-        AdamW; with `optimizer: {matrices: ...}` also Muon. clip_norm: as for the engine. on: called before each rank is
-        run, with its name, ranks done and ranks in total. Raises ShardcError for an unknown device, or one without room
-        for the mesh.
+        the spec's, else AdamW; with `optimizer: {matrices: ...}` also Muon. clip_norm: as for the engine. on: called
+        before each rank is run, with its name, ranks done and ranks in total. Raises ShardcError for an unknown device,
+        or one without room for the mesh.
         """
         from shardc.cost.measured.device_file import chosen
         from shardc.cost.step import cost

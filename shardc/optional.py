@@ -25,13 +25,14 @@ EXTRAS = {
 
 #: The features, and the sections of a spec that each defines. Of passes for the same place, an earlier one's run first.
 FEATURES = {
-    "matrices": ("optimizer",),
+    "matrices": ("optimizer.matrices",),
     "adapters": ("adapters", "freeze"),
     "sequence": ("sequence",),
     "fp8": ("precision.products",),
     "reshard": (),
     "generation": (),
     "hub": (),
+    "trackers": (),
 }
 
 

@@ -9,5 +9,6 @@ optimizer_steps     every optimizer that steps, seen by one hook; refuses a seco
 loop_watch          the loop around a module: its optimizer before the first step, and what differs between ranks
 tensor_parts        parameters and gradients of which a rank has a part: they refuse ops that mix elements
 marks               which tensors are parts, and marks in state dicts, so that another rank does not load them
+callbacks           the user's callbacks, called at the moments of a run
 detached            a loss whose backward has run, and values beside a loss, which have no gradient
 """

@@ -205,14 +205,24 @@ def free_name(folder: Path, step: int) -> Path:
     return folder / (f"step-{step:06d}" + (f".{number}" if number > 1 else ""))
 
 
+def best_of(folder: Path) -> Generation | None:
+    """Return the best checkpoint of the run that saved here, as its last one says; None if it does not say."""
+    for last in generations(folder)[:1]:
+        best = read_index(last.path).extra.get("user", {}).get("best", {})
+        return next((g for g in generations(folder) if g.step == best.get("step") and not g.replaced), None)
+    return None
+
+
 def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
-    """Keep the last `keep` complete checkpoints and everything newer; remove the rest.
+    """Keep the last `keep` complete checkpoints and everything newer, and the best one; remove the rest.
 
     known: a complete one. Returns the removed paths. The caller holds the folder's lock.
     """
-    whole, removed = 0, []
+    whole, removed, best = 0, [], None
+    with contextlib.suppress(DamagedError):  # of the last one
+        best = best_of(folder)
     for g in generations(folder):
-        if whole >= keep:
+        if whole >= keep and g != best:
             gone = g.path.with_name(f"{WORK}{g.path.name}")
             disk_calls.rename(g.path, gone)  # first, so that a partly removed one never looks like a checkpoint
             disk_calls.remove_folder(gone)

@@ -21,6 +21,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime.checks import engine_options
+from shardc.runtime.checks.callbacks import Callbacks
 from shardc.runtime.checks.engine_checks import EngineChecks
 from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
@@ -80,8 +81,9 @@ class Engine:
         is updated, naming the op or the parameters) or "skip" (leave out the update). The host then reads loss and norm
         in every step. Loss scaling skips such steps in any case.
     norm: compute the gradient norm in every step, also without clipping (reads all gradients once more).
-    callbacks: called after every `step`, with the engine and the step's result, on every rank. They may log, and may
-        save or evaluate if all ranks do. `.callbacks` is the list.
+    callbacks: functions, called after every `step` with the engine and the step's result, or objects with methods for
+        moments of a run (docs/how-to/trackers.md). They may log, and may save or evaluate if all ranks do. On every
+        rank, or on the first one alone where `rank0 = True`. `.callbacks` is the list.
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if necessary.
     interpreter: makes the interpreter of the program's stages; rng: makes the random state from the seed; offload:
         makes the places that `data.offload` names. shardc.cost runs an engine on tensors without data with its own
@@ -90,6 +92,7 @@ class Engine:
     .params: this rank's shards of parameters, by the model's names. At ZeRO >= 1 a shard is a flat range of the
     parameter, perhaps empty. Gradients are in `.grad`; after the update they have the dtype of their sum. .owned and
     .buffers: by the program's placeholder names. .interpreter: runs the program's stages.
+    .extra: a dict of your own values of JSON that checkpoints keep, those of the first rank.
     .buckets: holds parameters and sums gradients (shardc.runtime.zero.buckets).
     .clip_norm: the norm that gradients are clipped to; `set` changes it.
     .grad_norm: 2-norm of the whole gradient of the last step, before clipping; 0-dim, on every rank; None before the
@@ -125,7 +128,7 @@ class Engine:
         check_every: int = replicas.CHECK_EVERY,
         broadcast: bool = False,
         nonfinite: not_finite.Action = "ignore",
-        callbacks: Iterable[Callable[[Engine, Any], None]] = (),
+        callbacks: Iterable[Any] = (),
         mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
         rng: Callable[[int], Rng] = Rng,
@@ -144,7 +147,7 @@ class Engine:
             "rng": rng,
             "offload": offload,
         }
-        self.program, self.callbacks = program, list(callbacks)
+        self.program, self.callbacks = program, Callbacks(callbacks)
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng, self.loaders = rng(seed), Loaders()
         self._checks = EngineChecks(program, self.mesh) if check else CheckHooks()
@@ -200,8 +203,7 @@ class Engine:
         with self.mesh.together(f"step {self.rng.step + 1}"):  # an error on one rank ends the others
             result = self._backward(batch, local=local, gather=gather, early=self._step_graphs is None)
             self._update()
-            for callback in self.callbacks:
-                callback(self, result)
+            self.callbacks.call("step_done", self, result)
         return result
 
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
@@ -627,9 +629,29 @@ class Engine:
         return self.rng.step
 
     def check_schedule(self, steps: int) -> None:
-        """Raise ShardcError if the learning-rate schedule ends before so many more steps."""
+        """Raise ShardcError if the learning-rate schedule ends before so many more steps.
+
+        A schedule of the spec whose number of steps became known sets the next step's rate.
+        """
         if self._optimizer_half.schedulers is not None:
             self._optimizer_half.schedulers.check_room(steps)
+            self._optimizer_half.schedulers.refresh()
+
+    def evaluated(self, loss: float) -> None:
+        """Step each ReduceLROnPlateau with a held-out loss, the same on all ranks. `shardc run` calls it."""
+        if self._optimizer_half.schedulers is not None:
+            self._optimizer_half.schedulers.evaluated(loss)
+
+    @property
+    def waits_for_losses(self) -> bool:
+        """Whether a scheduler of this rank is a ReduceLROnPlateau, which needs `evaluated`."""
+        schedulers = self._optimizer_half.schedulers
+        return schedulers is not None and schedulers.waits_for_losses
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Values of your own that checkpoints keep, of JSON: numbers, texts, lists, dicts."""
+        return self._saver.extra
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and "_made" in self.__dict__:

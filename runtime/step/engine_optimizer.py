@@ -1,20 +1,23 @@
-"""Make the user's optimizer on this rank's shards, and check it."""
+"""Make the optimizer of the user, or of the spec, on this rank's shards, and check it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from shardc.errors import ShardcError
+from shardc.ir import similar_names
 from shardc.ir.program import Program
 from shardc.ir.units import plural
 from shardc.optional import registered
 from shardc.runtime.offload import Offload
 from shardc.runtime.state.owners import Owners
 from shardc.runtime.step import param_groups
-from shardc.runtime.step.param_groups import groups_of_whole, regroup
+from shardc.runtime.step.param_groups import groups, groups_of_whole, regroup
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import NamedParameters, replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_matrices, check_sharded, stand_ins_of
@@ -33,7 +36,65 @@ def adamw(params: NamedParameters) -> torch.optim.Optimizer:
 
 def assumed(program: Program) -> OptimizerOf:
     """Return the optimizer that the cost model assumes if the user names none."""
+    if program.spec.optimizer.chosen:
+        return of_spec(program)
     return next(registered("runtime", "assumed_optimizer", program.features), adamw)
+
+
+@functools.cache
+def classes() -> dict[str, type[torch.optim.Optimizer]]:
+    """Return the classes of torch.optim, by their names in lower case."""
+    optim = torch.optim
+    kinds = {n: c for n, c in vars(optim).items() if isinstance(c, type) and issubclass(c, optim.Optimizer)}
+    return {n.lower(): c for n, c in sorted(kinds.items()) if c is not optim.Optimizer}
+
+
+def fault(
+    name: str, arguments: Mapping[str, Any], of_groups: Mapping[str, Mapping[str, Any]], keys: Iterable[str]
+) -> tuple[str, str] | None:
+    """Return what is wrong with the arguments of a class of torch.optim, and the fix; None if it takes them.
+
+    keys: the other words that a user may have meant.
+    """
+    made = classes()[name]
+    known = list(inspect.signature(made).parameters)[1:]
+    for key in (*arguments, *(k for settings in of_groups.values() for k in settings)):
+        if key not in known:
+            fix = similar_names.did_you_mean(key, [*known, *keys], f"its arguments: {', '.join(known)}")
+            return f"{made.__name__} has no argument {key!r}", fix
+    try:
+        for settings in ({}, *of_groups.values()):
+            made([{"params": [torch.nn.Parameter(torch.zeros(2, 2))], **settings}], **arguments)
+    except (TypeError, ValueError) as e:
+        return f"{made.__name__} refuses its arguments: {e}", "write what torch.optim documents"
+    return None
+
+
+def of_spec(program: Program, lr: float | None = None) -> OptimizerOf:
+    """Return the optimizer of the spec's section `optimizer`, or AdamW(3e-4). lr: instead of the section's."""
+    section = program.spec.optimizer
+    rate = {"lr": lr} if lr is not None else {}
+    given = {**({"lr": LEARNING_RATE} if section.name in ("adamw", "muon") else {}), **section.arguments, **rate}
+    undecayed: dict[Any, Any] = {section.no_decay: {"weight_decay": 0.0}} if section.no_decay else {}
+    settings = {**undecayed, **section.groups}
+
+    def make(params: NamedParameters) -> Any:
+        grouped = groups(params, settings) if settings else [{"params": list(params)}]
+        if section.name != "muon":
+            return classes()[section.name](grouped, **given)
+        matrix = {name for name, p in params if name in params.inner and p.ndim == 2}
+        rest = {k: x for k, x in given.items() if k in ("lr", "weight_decay")}
+        parts = {True: (torch.optim.Muon, given), False: (torch.optim.AdamW, rest)}
+        made = []
+        for wanted, (kind, arguments) in parts.items():
+            chosen = [{**g, "params": [x for x in g["params"] if (x[0] in matrix) == wanted]} for g in grouped]
+            if any(g["params"] for g in chosen):
+                # an empty group must say that it has names: torch sees that from the members
+                named = [g if g["params"] else {**g, "param_names": []} for g in chosen]
+                made.append(kind(named, **arguments))
+        return made
+
+    return make
 
 
 def create_optimizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ class Saver:
         self.like, self.folder = like, folder
         self.program, self.mesh, self.buckets, self.owned = model.program, model.mesh, model.buckets, model.owned
         self.saves = Saves(model.mesh)
+        self.extra = dict[str, Any]()  # of the user and of `shardc run`
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
@@ -71,7 +73,8 @@ class Saver:
             extra["loss_scale"] = scaler.state_dict()
         if schedulers is not None:
             extra["scheduler"] = schedulers.state_dict()
-        return extra | {"loaders": self._loaders.state_dict()}
+        # a copy: it is written in the background
+        return extra | {"loaders": self._loaders.state_dict(), "user": copy.deepcopy(self.extra)}
 
     def finish(self) -> None:
         with self.mesh.together("saving"):
@@ -106,6 +109,8 @@ class Saver:
         """Set step, seed, schedules, loss scale and loaders to those of a checkpoint or another engine."""
         rng, update = self.model.rng, self.update
         rng.step, rng.seed = int(extra["step"]), int(extra["seed"])
+        self.extra.clear()
+        self.extra.update(extra.get("user", {}))
         if update.scaler is not None and "loss_scale" in extra:
             update.scaler.load_state_dict(extra["loss_scale"])
         if new_schedule and update.new_schedule is not None and update.optimizer is not None:

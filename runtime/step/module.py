@@ -215,13 +215,14 @@ class ShardedModule(ModuleState):
             for o, x in zip(program.outputs, values, strict=True)
         }
 
-    def optimizer(self, make: OptimizerOf) -> Optimizer:
+    def optimizer(self, make: OptimizerOf | None = None) -> Optimizer:
         """Make an optimizer of this module's parameters from the function that an engine takes. Collective.
 
-        make: params -> torch optimizer, or a list of them; params are (name, parameter) pairs (shardc.groups and
-        shardc.matrices take them). Where the spec says `optimizer: {matrices: ...}`, those are whole matrices. Their
-        owners step an optimizer that needs them whole: `step()` is then collective, too. Clip, schedule and save it as
-        any other. Raises ShardcError for an optimizer that would train otherwise than on one device.
+        make: params -> torch optimizer, or a list of them; default: the spec's, else AdamW(3e-4). params are (name,
+        parameter) pairs (shardc.groups and shardc.matrices take them). With `optimizer: {matrices: ...}` in the spec
+        they are whole matrices. Their owners step an optimizer that needs them whole: `step()` is then collective, too.
+        Clip, schedule and save it as any other. Raises ShardcError for an optimizer that would train otherwise than on
+        one device.
         """
         r = self._running
         with r.mesh.together("making an optimizer"):
@@ -229,7 +230,9 @@ class ShardedModule(ModuleState):
             r.updates.carry_out()
             r.updates.finish_gather()
             offload = Offload(r.program.spec.data, r.mesh)
-            optimizer, owners = engine_optimizer.create_optimizer(make, r.program, r.buckets, r.mesh, offload)
+            optimizer, owners = engine_optimizer.create_optimizer(
+                make or engine_optimizer.of_spec(r.program), r.program, r.buckets, r.mesh, offload
+            )
         assert optimizer is not None, "a module has all parameters"
         r.updates.owners.add(owners)
         return owners.in_own_loop(optimizer, r.buckets.owned.values(), self._agree_on_step)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir import patterns, similar_names
+from shardc.ir.patterns import names_weight
 from shardc.ir.program import Program
 from shardc.runtime.zero.named_parameters import NamedParameters, stand_in
 from shardc.runtime.zero.several_optimizers import OptimizerList, as_one, members_of
@@ -27,14 +28,15 @@ _CUTOFF = 0.88
 
 
 def groups(
-    params: Iterable[tuple[str, nn.Parameter]], settings: Mapping[str, Mapping[str, Any]], **default: Any
+    params: Iterable[tuple[str, nn.Parameter]], settings: Mapping[Any, Any], **default: Any
 ) -> list[dict[str, Any]]:
     """Build parameter groups for a torch optimizer: one per pattern, one for the rest; first match wins.
 
-    params: what `optimizer=` receives, or model.named_parameters(). settings: {glob over the parameters' names (`*` any
-    characters, `{a,b}` alternatives): {"lr": ..., "weight_decay": ...}}. default: settings of every group that does not
-    say otherwise. The groups are the same on every rank, and may be empty. Raises ShardcError, for all at once, for
-    patterns that match no trainable parameter, or only ones that earlier patterns matched.
+    params: what `optimizer=` receives, or model.named_parameters(). settings: {glob, or a tuple of them:
+    {"lr": ..., "weight_decay": ...}}. Globs match names of parameters, or of modules that have them (`*` any
+    characters, `{a,b}` alternatives). default: settings of every group that does not say otherwise. The groups are the
+    same on every rank, and may be empty. Raises ShardcError, for all at once, for patterns that match no trainable
+    parameter, or only ones that earlier patterns matched.
     """
     pairs = list(params)
     for pair in pairs:
@@ -44,32 +46,32 @@ def groups(
                 fix="pass what `optimizer=` receives, or model.named_parameters()",
             )
     known = params.known if isinstance(params, NamedParameters) else {name: (name,) for name, _ in pairs}
-    globs, errors = list(settings), Errors()
+    keys, errors = list(settings), Errors()
+    globs = [key if isinstance(key, tuple) else (key,) for key in keys]
     won: dict[str, int] = {}
-    hit: set[int] = set()
     for name, names in known.items():
-        hits = [i for i, g in enumerate(globs) if any(patterns.match(g, n) for n in names)]
-        hit.update(hits)
+        hits = [i for i, several in enumerate(globs) if any(names_weight(g, n) for g in several for n in names)]
         won |= {name: hits[0]} if hits else {}
     every = [n for names in known.values() for n in names]
-    for i, g in enumerate(globs):
-        where = f"parameter group {g!r}"
+    for i, g in ((i, g) for i, several in enumerate(globs) for g in several):
+        where, chosen = f"parameter group {g!r}", settings[keys[i]]
         if wrong := patterns.faults(g):
             errors.add(f"the pattern {wrong}", where=where, fix="write a glob over parameter names, such as '*.bias'")
-        elif not isinstance(settings[g], Mapping):
-            fault = f"its settings are a {type(settings[g]).__name__}, not a dict"
+        elif not isinstance(chosen, Mapping):
+            fault = f"its settings are a {type(chosen).__name__}, not a dict"
             errors.add(fault, where=where, fix=f'write {{"{g}": {{"weight_decay": 0.0}}}}')
-        elif i not in hit:
+        elif not any(names_weight(g, n) for n in every):
             other = f"name parameters, such as {every[0]!r}" if every else "leave the group out"
             fix = similar_names.did_you_mean(g, every, other)
             errors.add("it matches no trainable parameter", where=where, fix=fix)
         elif i not in won.values():
-            taken = next(globs[k] for name, k in won.items() if any(patterns.match(g, n) for n in known[name]))
+            taken = next(globs[k] for name, k in won.items() if any(names_weight(g, n) for n in known[name]))
             fix = "put it first, or leave it out"
-            errors.add(f"earlier patterns match all of its parameters, such as {taken!r}", where=where, fix=fix)
+            first = taken[0] if len(taken) == 1 else taken
+            errors.add(f"earlier patterns match all of its parameters, such as {first!r}", where=where, fix=fix)
     errors.raise_any()
     settled = []
-    for i, chosen in [*enumerate(dict(settings[g]) for g in globs), (-1, {})]:
+    for i, chosen in [*enumerate(dict(settings[key]) for key in keys), (-1, {})]:
         if i >= 0 or len(won) < len(known):
             members = [(name, p) for name, p in pairs if won.get(name, -1) == i]
             # an empty group must say that it has names: torch sees that from the members

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from shardc.errors import ShardcError
 from shardc.runtime.state.checkpoint_index import like, plain
@@ -27,15 +35,10 @@ class Schedulers:
 
     @classmethod
     def make(cls, scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> Schedulers:
-        """Make the user's schedulers. Raises ShardcError for other types or optimizers, and ReduceLROnPlateau."""
+        """Make the user's schedulers. Raises ShardcError for other types or optimizers."""
         returned = scheduler(optimizer.returned if isinstance(optimizer, OptimizerList) else optimizer)
         several = isinstance(returned, (list, tuple, dict))
         members = list(returned.values() if isinstance(returned, dict) else returned) if several else [returned]
-        for m in members:
-            if isinstance(m, ReduceLROnPlateau):
-                fix = "make it from engine.optimizer, and call its step(measure) in your own loop; `shardc run` takes"
-                fix += " schedules that count steps, such as CosineAnnealingLR"
-                raise ShardcError("ReduceLROnPlateau needs your measure at every step", where="scheduler", fix=fix)
         if wrong := [m for m in members if not isinstance(m, LRScheduler)] or ([] if members else [returned]):
             kind = f"a {type(returned).__name__}" + (f" of {type(wrong[0]).__name__}" if several and members else "")
             raise ShardcError(
@@ -58,8 +61,27 @@ class Schedulers:
         return cls(members, returned)
 
     def step(self) -> None:
+        """Step all that count steps."""
         for m in self.members:
-            m.step()
+            if not isinstance(m, ReduceLROnPlateau):
+                m.step()
+
+    def evaluated(self, loss: float) -> None:
+        """Step each ReduceLROnPlateau with a held-out loss."""
+        for m in self.members:
+            if isinstance(m, ReduceLROnPlateau):
+                m.step(loss)
+
+    @property
+    def waits_for_losses(self) -> bool:
+        """Whether one of them is a ReduceLROnPlateau, which needs held-out losses."""
+        return any(isinstance(m, ReduceLROnPlateau) for m in self.members)
+
+    def refresh(self) -> None:
+        """Set the rates of named schedules for the next step, after their number of steps became known."""
+        for m in self.members:
+            if isinstance(m, NamedLR):
+                m.refresh()
 
     def check_room(self, steps: int = 1) -> None:
         """Raise ShardcError if a schedule with an end (OneCycleLR) ends before so many more steps."""
@@ -179,9 +201,54 @@ class NewSchedule:
 def steps_of(extra: Mapping[str, Any]) -> int:
     """Return how many steps a checkpoint's schedule has done: skipped steps do not count."""
     step, saved = int(extra["step"]), extra.get("scheduler")
-    first = saved[0] if isinstance(saved, list) and saved else saved
+    several = saved if isinstance(saved, list) else [saved]
+    counting = [s for s in several if isinstance(s, Mapping) and s["class"] != ReduceLROnPlateau.__name__]
+    first = counting[0] if counting else None
     done = first["state"].get("last_epoch") if isinstance(first, Mapping) else None
     return done if type(done) is int and 0 <= done <= step else step
+
+
+class NamedLR(LambdaLR):
+    """The schedule that the spec's `optimizer: {schedule: ...}` names. A checkpoint keeps its step, not its form.
+
+    total: returns the number of all steps, or None while nobody knows it: then the rate does not fall yet.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Any, total: Callable[[], int | None]) -> None:
+        super().__init__(optimizer, lambda step: factor(schedule, step, schedule.steps or total()))
+
+    def refresh(self) -> None:
+        """Set the rates of the next step, after the number of steps became known."""
+        for group, at, base in zip(self.optimizer.param_groups, self.lr_lambdas, self.base_lrs, strict=True):
+            group["lr"] = base * at(self.last_epoch)
+
+
+def factor(s: Any, step: int, total: int | None) -> float:
+    """Return the factor of the learning rate at a step, from 0. s: the schedule in the spec."""
+    warmup, decay = (n if n >= 1 or total is None else n * total for n in (s.warmup, s.decay))
+    if step < warmup:
+        return float(min(1.0, (step + 1) / warmup))
+    if s.name == "constant" or total is None:
+        return 1.0
+    begin = max(warmup, total - decay) if s.name == "wsd" else warmup
+    done = min(1.0, max(0.0, (step - begin) / max(1.0, total - begin)))
+    return float(s.least + (1 - s.least) * ((1 + math.cos(math.pi * done)) / 2 if s.name == "cosine" else 1 - done))
+
+
+def of_spec(program: Any, total: Callable[[], int | None]) -> SchedulerOf | None:
+    """Return the schedule of the spec's section `optimizer`; None if it has none. total: as in NamedLR."""
+    schedule = program.spec.optimizer.schedule
+    if schedule is None:
+        return None
+
+    def make(optimizer: Any) -> Any:
+        if isinstance(optimizer, Optimizer):
+            return NamedLR(optimizer, schedule, total)
+        return [
+            NamedLR(o, schedule, total) for o in (optimizer.values() if isinstance(optimizer, Mapping) else optimizer)
+        ]
+
+    return make
 
 
 def _copy(x: Any) -> Any:

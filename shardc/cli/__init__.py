@@ -48,7 +48,8 @@ app = typer.Typer(
     ),
 )
 for command in COMMANDS.split():
-    app.command(command, cls=Command)(import_module(f"shardc.cli.{command}").command)
+    module = import_module(f"shardc.cli.{command}")
+    app.command(command, cls=Command, epilog=getattr(module, "EXAMPLES", None))(module.command)
 app.add_typer(import_module("shardc.cli.checkpoint").app, name="checkpoint")
 
 

@@ -10,13 +10,11 @@ import typer
 from shardc.cli.common import Show, console, reporting
 from shardc.cli.options import Command, DebugOption, JsonOption, option
 from shardc.errors import ShardcError
-from shardc.spec.run_section import Run
+from shardc.runtime.state import KEEP
 
 if TYPE_CHECKING:
     from shardc.runtime.state.checkpoint_folder import Generation
 
-#: The default of `shardc run`.
-KEEP: int = Run.model_fields["keep"].default
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, verify, compare, remove, convert.")
 
 Folder = Annotated[
@@ -93,7 +91,7 @@ def prune(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Remove all but the last checkpoints of a folder. The last undamaged one always stays."""
+    """Remove all but the last checkpoints of a folder, and the best. The last undamaged one always stays."""
     from shardc.runtime.state import checkpoint_folder, disk_calls
 
     with reporting(debug, as_json) as show:

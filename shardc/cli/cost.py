@@ -51,13 +51,15 @@ def command(
 def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
     """Price a step as `shardc run` trains: with the optimizer, the gradient norm and the spec's clipping.
 
-    The model file of a compiled folder is not imported: the optimizer is AdamW then.
+    The model file of a compiled folder is not imported: the optimizer is the spec's then, or AdamW.
     """
     from shardc.cli import model_file
     from shardc.cost.step import cost
-    from shardc.runtime.step.engine_optimizer import adamw
+    from shardc.runtime.step.engine_optimizer import of_spec
 
     ref, sizes = str(program.meta["model_ref"]), common.example_sizes(program)
     optimizer = None if compiled else model_file.load(ref, **sizes).optimizer
     clip, norm = program.spec.run.clip, not program.forward_only
-    return cost(program, on, optimizer or adamw, on=lambda rank, done, total: None, clip_norm=clip, norm=norm)
+    return cost(
+        program, on, optimizer or of_spec(program), on=lambda rank, done, total: None, clip_norm=clip, norm=norm
+    )

@@ -25,6 +25,7 @@ def command(
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None, option("of floating-point weights; default: as saved")
     ] = None,
+    best: Annotated[bool, option("the best checkpoint of a run with `keep: best`, not the last one")] = False,
     spec: Annotated[Path | None, option("spec.yaml, if it puts adapters beside the model's weights")] = None,
     merge: Annotated[bool, option("write the whole model, with adapters merged into their weights")] = False,
     max_file_gb: Annotated[float | None, option("maximum size of a file in GB; default: 5", min=0.001)] = None,
@@ -40,7 +41,7 @@ def command(
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
         from shardc.runtime.state.boxes import cuts
-        from shardc.runtime.state.checkpoint_folder import checkpoints_in, none_in
+        from shardc.runtime.state.checkpoint_folder import best_of, checkpoints_in, none_in
         from shardc.runtime.state.export import MAX_FILE_BYTES, foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.fitting import check_tensors
         from shardc.runtime.state.init import record
@@ -56,6 +57,12 @@ def command(
             raise ShardcError(f"{out} is a file", where="--push-to-hub", fix="export to a folder, which has a card too")
         if push_to_hub:
             needed("hub", "upload", "prepare")(push_to_hub)
+        if best:
+            chosen_one = best_of(checkpoints_in(checkpoint)[0].path.parent)
+            if chosen_one is None:
+                fix = "train with `--keep best`, or leave --best out"
+                raise ShardcError("the folder does not say which checkpoint is best", where="--best", fix=fix)
+            checkpoint = chosen_one.path
         file = model_file.load(model)
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors

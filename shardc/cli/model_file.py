@@ -1,6 +1,6 @@
 """Read model files (docs/how-to/training.md), or build a transformers model from its config alone.
 
-model.py             model(), batch(); optional loss, outputs, data, collate, optimizer, scheduler, weights
+model.py             model(), batch(); optional loss, outputs, data, collate, optimizer, scheduler, callbacks, weights
 model.py:name        another builder than `model`
 hf:config.json       transformers' AutoModelForCausalLM of that config; hf:ClassName:config.json another class
 hf:DIR               the model of a folder, and its weights if it has any
@@ -49,6 +49,7 @@ OPTIONAL = {
     "collate": ("samples",),
     "optimizer": ("params",),
     "scheduler": ("optimizer",),
+    "callbacks": (),
 }
 #: Words in torch's errors when a model without weights is moved, or the machine lacks the device.
 _OF_DEVICE = re.compile(r"CUDA|meta tensor|HIP|No NVIDIA|device", re.IGNORECASE)
@@ -66,8 +67,9 @@ class ModelFile:
     outputs: what a forward-only program returns. The fields below are for `run`. data: split -> an iterable of global
     batches, or a map-style torch Dataset of samples (collate makes batches of them); or (split, part, parts) -> an
     iterable of that part of each global batch. optimizer: (name, parameter) pairs -> torch optimizer. scheduler:
-    optimizer -> learning-rate scheduler. weights: where training starts (a file or folder of
-    shardc.runtime.state.weight_files); None: with the weights that `build` makes. note: a line about that for the user.
+    optimizer -> learning-rate scheduler. callbacks: returns them (shardc.runtime.checks.callbacks). weights: where
+    training starts (a file or folder of shardc.runtime.state.weight_files); None: with the weights that `build` makes.
+    note: a line about that for the user.
     """
 
     ref: str
@@ -79,6 +81,7 @@ class ModelFile:
     collate: Callable[[list[Any]], Any] | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    callbacks: Callable[[], Iterable[Any]] | None = None
     weights: Path | None = None
     note: str = ""
 
@@ -328,6 +331,8 @@ def _function(
 ) -> Callable[..., Any] | None:
     """Return a function of the file that takes these arguments, or None if it is missing and not `needed`."""
     function = getattr(module, name, None)
+    if name == "callbacks" and isinstance(function, (list, tuple)):
+        return lambda: function
     if function is None and needed:
         makers = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         near = nearest(name, makers, cutoff=0.5)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
@@ -74,6 +75,34 @@ class Named:
     debug: DebugOption = False
 
 
+#: The options of `shardc run` by the panel of the help, in their order; "": the ten that are used most.
+PANELS = {
+    "": ("steps", "epochs", "lr", "weights", "save", "resume", "log", "eval_every", "mesh", "overrides"),
+    "Data": ("data", "batch", "seq", "seed", "eval_batches", "new_data"),
+    "Saving": (
+        *("save_every", "keep", "metric", "metric_mode", "patience", "min_delta", "auto_resume", "overwrite"),
+        *("last_good", "new_schedule"),
+    ),
+    "Logging": ("track", "tensorboard", "log_every", "routing", "as_json"),
+    "Faults": ("clip", "nonfinite", "max_restarts", "watch", "timeout", "debug"),
+    "Profiling": ("trace", "breakdown", "memory_snapshot"),
+    "Program": ("nproc", "model_file", "as_compiled", "trust"),
+}
+
+
+def _in_panels(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Sort options of `shardc run` by panel; those that the table does not name are in the last one."""
+    named, last = {name: (panel, i) for panel, names in PANELS.items() for i, name in enumerate(names)}, [*PANELS][-1]
+    placed = []
+    for p in parameters:
+        panel, number = named.get(p.name, (last, len(named)))
+        kind, info = get_args(p.annotation)
+        info = copy.copy(info)  # other commands share it
+        info.rich_help_panel = panel or None
+        placed.append(([*PANELS].index(panel), number, p.replace(annotation=Annotated[kind, info])))
+    return [p for *_, p in sorted(placed, key=lambda entry: entry[:2])]
+
+
 def names_program(*without: str, model: Any = Source) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add the fields of Named to a command as arguments and options, without some of them.
 
@@ -102,7 +131,8 @@ def names_program(*without: str, model: Any = Source) -> Callable[[Callable[...,
             named = Named(**{name: given.pop(name) for name in (*first, *fields)})
             command(named, **given)
 
-        ordered = [*first.values(), *run, *others, *fields.values()]
+        options = [*run, *others, *fields.values()]
+        ordered = [*first.values(), *(_in_panels(options) if run else options)]
         with_options.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         return with_options
 
@@ -122,19 +152,24 @@ def given(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _option(name: str, field: FieldInfo) -> Any:
     """Return the annotation of the option for a field of the spec's section `run:`, as typer reads it."""
-    default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    one = field.default[0] if isinstance(field.default, tuple) and field.default else field.default
+    default = f"{one:g}" if isinstance(one, float) else str(one)
     text = (field.description or "") + (f" (default: {default})" if field.default else "")
-    text = text.replace("`save`", "--save").replace("`log`", "--log")
+    for other in Run.model_fields:
+        text = text.replace(f"`{other}`", f"--{other.replace('_', '-')}")
     kind: Any = field.annotation  # a type, or what Annotated makes of one
     least = next((x.ge for x in field.metadata if hasattr(x, "ge")), None)
     flags: list[str] = []
     if kind is bool:
         flag = name.replace("_", "-")
         flags = [f"--{flag}/--no-{flag}"]
-    elif kind is str:
+    elif name in ("save", "log"):
         kind = Path
     elif get_origin(kind) is tuple:
-        kind, least = list[int], 1
-    elif kind is not int and get_origin(kind) is not Literal:
+        of = get_args(kind)[0]  # typer takes no list of Literal
+        kind, least = (list[str], None) if get_origin(of) is Literal or str in get_args(of) else (list[int], 1)
+    elif int in get_args(kind):
+        kind = int
+    elif kind not in (int, str) and get_origin(kind) is not Literal:
         kind = float
     return Annotated[Optional[kind], option(text, *flags, min=least)]  # noqa: UP045 (of a value)

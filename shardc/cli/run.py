@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -13,12 +12,17 @@ from shardc.cli.common import check_outputs
 from shardc.cli.options import Named, NprocOption, PushOption, given, names_program, option
 from shardc.cli.ranks.make_job import ranks
 from shardc.errors import ShardcError
-from shardc.optional import install, needed
+from shardc.optional import needed
 
 if TYPE_CHECKING:
     from shardc.api import Program
     from shardc.spec import Run
 
+EXAMPLES = """Examples:
+
+shardc run model.py spec.yaml --steps 1000 --lr 1e-4 --save runs/a --log runs/a
+
+shardc run model.py spec.yaml --epochs 3 --save runs/a --eval-every 100 --keep best --patience 5 --track wandb"""
 FAILED = 1  # exit status of a run in which a rank failed; 2: its input was wrong
 
 
@@ -26,6 +30,7 @@ FAILED = 1  # exit status of a run in which a rank failed; 2: its input was wron
 def command(
     named: Named,
     nproc: NprocOption = None,
+    lr: Annotated[float | None, option("learning rate, instead of the spec's `optimizer: {lr: ...}`", min=0)] = None,
     overwrite: Annotated[bool, option("replace earlier contents of --save and --log (runs or weights)")] = False,
     resume: Annotated[Path | None, option("folder that --save wrote, on any mesh")] = None,
     last_good: Annotated[bool, option("if the last checkpoint is damaged, resume from the last good one")] = False,
@@ -81,6 +86,7 @@ def command(
             writes,
             overwrite=overwrite and not resume,
             resume=str(resume or ""),
+            lr=lr,
             load={"last_good": last_good, "new_schedule": new_schedule, "new_data": new_data},
         )
         summary = all_ranks.start(job)
@@ -113,6 +119,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     from pydantic import ValidationError
 
     from shardc.spec import Run
+    from shardc.spec.explain import explain
 
     try:
         Run.model_validate(options)
@@ -121,8 +128,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
         for wrong in e.errors():
             name = str(wrong["loc"][0])
             examples = Run.model_fields[name].examples or [Run.model_fields[name].default]
-            fix = f"e.g. --{name} {examples[0]}, or leave it out"
-            errors.append(ShardcError(wrong["msg"], where=_flag(name), fix=fix))
+            fault, fix = wrong["msg"], f"e.g. {_flag(name)} {examples[0]}, or leave it out"
+            if wrong["type"] == "literal_error":
+                fault, fix = explain({**wrong, "loc": ("run", *wrong["loc"])}, ("run", name))
+            errors.append(ShardcError(fault, where=_flag(name), fix=fix))
         raise ShardcError("wrong options", errors=errors) from None
 
 
@@ -139,10 +148,14 @@ def _settings(run: Run, **options: Any) -> Run:
     run = run.model_copy(update=paths)
     for name, needs, fault in NEEDS:
         if getattr(run, name) and not getattr(run, needs):
-            fix = f"name the folder, --{needs} DIR or `run: {{{needs}: DIR}}`"
-            raise ShardcError(fault, where=_flag(name), fix=fix)
-    if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ShardcError("TensorBoard is not installed", where="--tensorboard", fix=install("tensorboard"))
+            flag, kind = _flag(needs), "N" if needs == "eval_every" else "DIR"
+            fix = f"{'' if kind == 'N' else 'name the folder, '}{flag} {kind} or `run: {{{needs}: {kind}}}`"
+            raise ShardcError(fault, where="--keep best" if name == "keeps_best" else _flag(name), fix=fix)
+    if run.trackers:
+        if "tensorboard" in run.trackers and not run.log:
+            fix = "name the folder, --log DIR or `run: {log: DIR}`"
+            raise ShardcError("tensorboard needs a folder to write to", where="--track tensorboard", fix=fix)
+        needed("trackers", "runtime", "check_installed")(run.trackers)
     return run
 
 
@@ -234,6 +247,12 @@ def _summary(run: dict[str, Any], *, tied: bool) -> str:
     held_out = f", held-out loss {run['held_out']:.4f}" if run["held_out"] is not None else ""
     held_out += "".join(f", {name} {x:.4g}" for name, x in run["held_out_outputs"].items())
     lines = [f"{run['steps']} steps in {run['seconds']:.1f} s, {speed(run)}: {loss}{held_out}"]
+    if run["state"] == "stopped early":
+        lines += [f"stopped early after step {run['step']}: {run['best']['stale']} evaluations brought nothing better"]
+    if best := run["best"]:
+        where = f" after step {best['step']}" if "step" in best else ""
+        path = f": {best['checkpoint']} (export it: shardc export --best)" if best["checkpoint"] else ""
+        lines += [f"best held-out {best['metric']} {best['value']:.4g}{where}{path}"]
     if run["skipped"]:
         lines += [f"{run['skipped']} of {run['steps']} updates were left out: their loss or gradient was nan or inf"]
     if run["saved"]:

@@ -4,6 +4,7 @@ adapters        low-rank matrices beside frozen weights (LoRA)      generation  
 matrices        optimizers over whole matrices, each with an owner  reshard      from one plan to another, in memory
 fp8             products of numbers of 8 bits                       sequence     long sequences, split over ranks
 hub             model cards, and uploads to the Hugging Face hub
+trackers        a run in W&B, MLflow, TensorBoard, OpenTelemetry
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 

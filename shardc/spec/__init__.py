@@ -9,7 +9,8 @@ The grammar of the sections:
 shard_section.py       shard, activations, outputs         batch_section.py       batch
 data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, execution
 module_sections.py     experts                             precision_section.py   precision, 8-bit products
-run_section.py         run, how `shardc run` trains        optional features add theirs: shardc.features
+run_section.py         run, how `shardc run` trains        optimizer_section.py   optimizer, learning rates
+Optional features add theirs: shardc.features.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
 from shardc.spec.model_names import Names
 from shardc.spec.module_sections import Expert
+from shardc.spec.optimizer_section import Optimizer
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.schema import Form, On, whole_form
@@ -52,6 +54,7 @@ __all__ = [
     "Expert",
     "Loss",
     "On",
+    "Optimizer",
     "OutputRule",
     "Pipeline",
     "Precision",
@@ -121,6 +124,7 @@ class Spec:
     checkpoint: tuple[Checkpoint, ...] = ()
     loss: Loss = field(default_factory=Loss)
     precision: Precision = field(default_factory=Precision)
+    optimizer: Optimizer = field(default_factory=Optimizer, hash=False)
     execution: Execution = field(default_factory=Execution)
     run: Run = field(default_factory=Run)
     batch_norm: Literal["sync", "local"] = "sync"

@@ -5,22 +5,45 @@ It does not change the program.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from shardc.runtime.state import KEEP
 from shardc.runtime.time_limits import NAMED
-from shardc.spec.fields import Count, Positive, Section, as_tuple
+from shardc.spec.fields import ONE_OR_MANY, Count, Positive, Section, as_tuple, one_or_many, wrong
 
 Times = Annotated[int, Field(ge=0)]  # 0: never
 Seconds = Annotated[float, Field(ge=0)]  # 0: never, or torch's own
+BEST = "best"
+
+
+def _keep(value: Any) -> tuple[int | str, ...]:
+    """Return what to keep as a tuple: a number of last checkpoints, `best`, or both."""
+    several = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    kept = tuple(int(x) if isinstance(x, str) and x.isdecimal() else x for x in several)
+    numbers = [x for x in kept if type(x) is int and x > 0]
+    if len(numbers) + kept.count(BEST) < len(kept) or len(numbers) > 1 or not kept:
+        raise wrong("keep is a number of checkpoints, best, or both", "e.g. 3, best, or [3, best]")
+    return kept
+
+
+_KEEP = {"anyOf": [x := {"anyOf": [{"type": "integer", "minimum": 1}, {"const": BEST}]}, {"type": "array", "items": x}]}
 
 
 class Run(Section):
     """Folders are relative to where the command is run."""
 
-    steps: Times = Field(default=100, description="total optimizer steps, including those before a resume")
+    steps: Annotated[int | None, Field(ge=0)] = Field(
+        default=None,
+        description="total optimizer steps, including those before a resume (default: 100, or what `epochs` needs)",
+        examples=[100],
+    )
+    epochs: Positive | None = Field(
+        default=None,
+        description="passes over the training data, also a part of one; with `steps`, the first to end counts",
+        examples=[3, 0.5],
+    )
     seed: Times = Field(default=0, description="seed of initial weights, dropout and the order of data")
     clip: Positive | None = Field(default=None, description="clip gradients to this global norm", examples=[1.0])
     nonfinite: Literal["stop", "skip", "ignore"] = Field(
@@ -28,7 +51,20 @@ class Run(Section):
     )
     save: str = Field(default="", description="folder for checkpoints and exported weights", examples=["runs/a"])
     save_every: Times = Field(default=0, description="also save every N steps; 0 = only at the end")
-    keep: Count = Field(default=KEEP, description="number of last checkpoints to keep in `save`")
+    keep: Annotated[tuple[int | str, ...], BeforeValidator(_keep), ONE_OR_MANY, WithJsonSchema(_KEEP)] = Field(
+        default=(KEEP,),
+        description="number of last checkpoints to keep in `save`; best = also the best one, by `metric`",
+        examples=[3, "best", [3, "best"]],
+    )
+    metric: Annotated[str, Field(min_length=1)] = Field(
+        default="loss",
+        description="held-out value that says which step is best: loss, or a name that the loss function returns",
+    )
+    metric_mode: Literal["min", "max"] = Field(default="min", description="whether less or more is better")
+    patience: Times = Field(
+        default=0, description="stop after N evaluations in a row without a better `metric`; 0 = never"
+    )
+    min_delta: Seconds = Field(default=0.0, description="the least difference that counts as better")
     auto_resume: bool = Field(
         default=False, description="resume from the last checkpoint in `save`, if any: one command starts and restarts"
     )
@@ -37,7 +73,12 @@ class Run(Section):
     eval_batches: Times = Field(default=0, description="number of held-out batches to use; 0 = all")
     log_every: Count = Field(default=1, description="read loss and gradient norm from the device every N steps")
     log: str = Field(default="", description="folder for steps.jsonl", examples=["runs/a"])
-    tensorboard: bool = Field(default=False, description="also write the step lines for TensorBoard, in `log`")
+    track: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow", "opentelemetry"], ...],
+        BeforeValidator(one_or_many),
+        ONE_OR_MANY,
+    ] = Field(default=(), description="record the run in these trackers", examples=["wandb", ["wandb", "mlflow"]])
+    tensorboard: bool = Field(default=False, description="write the step lines for TensorBoard, in `log`")
     trace: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="steps of which torch.profiler records a trace, in `log`", examples=[[5, 6]]
     )
@@ -59,13 +100,28 @@ class Run(Section):
         default=0.0, description="seconds that ranks wait for each other; 0 = torch's, 30 min (10 with NCCL)"
     )
 
+    @property
+    def keeps_best(self) -> bool:
+        return BEST in self.keep
 
-#: Keys of the section that need a folder: (key, key of the folder, what is wrong without it).
+    @property
+    def last(self) -> int:
+        """The number of last checkpoints to keep."""
+        return next((n for n in self.keep if isinstance(n, int)), KEEP)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.track, *(("tensorboard",) if self.tensorboard else ()))))
+
+
+#: Keys of the section that need another one: (attribute, needed key, what is wrong without it).
 NEEDS = (
-    ("tensorboard", "log", "tensorboard needs a folder to write to"),
     ("trace", "log", "trace needs a folder to write to"),
     ("breakdown", "log", "breakdown needs a folder to write to"),
     ("memory_snapshot", "log", "memory-snapshot needs a folder to write to"),
     ("save_every", "save", "checkpoints need a folder"),
     ("auto_resume", "save", "a restart needs a saved checkpoint"),
+    ("keeps_best", "save", "the best checkpoint needs a folder"),
+    ("keeps_best", "eval_every", "the best checkpoint is known from evaluations"),
+    ("patience", "eval_every", "patience counts evaluations"),
 )

@@ -20,6 +20,7 @@ from shardc.spec.batch_section import Batch
 from shardc.spec.data_section import Data
 from shardc.spec.fields import Count, Pattern, Section, as_tuple, mesh_axis, wrong
 from shardc.spec.module_sections import Expert
+from shardc.spec.optimizer_section import Optimizer
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.shard_section import Boundary, Dims, DimsOrWhole, ShardForm, ShardSection
@@ -101,6 +102,7 @@ class Form(Section):
     )
     loss: Loss = Field(default=Loss(), examples=[{"chunks": 8}])
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
+    optimizer: Optimizer = Field(default=Optimizer(), examples=[{"name": "adamw", "lr": 3e-4}])
     execution: Execution = Field(default=Execution(), examples=[{"compile": "layers"}])
     run: Run = Field(default=Run(), examples=[{"steps": 1000, "save": "runs/a"}])
     batch_norm: Literal["sync", "local"] = Field(

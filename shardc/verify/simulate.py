@@ -23,7 +23,7 @@ from shardc.runtime.checks import user_changes
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
+from shardc.runtime.step.engine_optimizer import OptimizerOf, of_spec
 from shardc.verify.not_finite import op_on_ranks
 
 #: How far replicas of a value may differ, relative to its largest element: ranks may add in different orders, so
@@ -88,7 +88,8 @@ def simulate(
 
     model: holds the weights and is not changed; or a state_dict, or a function that builds the model (see Engine).
     batch: one global batch, used in every step. steps: how many. seed: of dropout.
-    optimizer: params -> torch optimizer. None: one step leaves the weights as they are, several use AdamW(3e-4).
+    optimizer: params -> torch optimizer. None: one step leaves the weights as they are, several use the spec's
+    optimizer, else AdamW(3e-4).
     A forward-only program runs one forward.
     Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError if replicas differ, which is a
     bug of shardc or of a rule: it names the op if one of them is not finite.
@@ -103,7 +104,7 @@ def simulate(
     # check once, not in every rank's engine: they share one model
     for name, note in user_changes.check_as_compiled(program, model, built=False).items():
         print(f"note: {name}: {note}", file=sys.stderr, flush=True)
-    make = optimizer if optimizer is not None or steps == 1 else adamw
+    make = optimizer if optimizer is not None or steps == 1 else of_spec(program)
 
     def work(mesh: LoopbackMesh) -> _Rank:
         engine = Engine(program, model, make, seed, mesh=mesh, check=False)  # one process: nothing can differ

@@ -332,7 +332,11 @@ def test_data_may_give_a_part_of_each_batch(folder: Path) -> None:
 
 def test_each_key_of_the_section_is_an_option() -> None:
     options = inspect.signature(command_of_run).parameters
-    for name, text in {"steps": "(default: 100)", "keep": "to keep in --save", "timeout": "0 = torch's"}.items():
+    for name, text in {
+        "steps": "(default: 100, or what --epochs needs)",
+        "keep": "to keep in --save",
+        "timeout": "0 = torch's",
+    }.items():
         _, option = get_args(options[name].annotation)
         assert text in option.help
     assert Run.model_fields.keys() < options.keys()
@@ -589,7 +593,8 @@ def test_lines_come_by_time(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         lines.add({"step": step, **line})
     printed = capsys.readouterr().out.splitlines()
     assert 40 < len(printed) < 100  # every 1 to 10 seconds of 500
-    assert printed[1].endswith("left")
+    assert printed[1].startswith("note: lines come every 1 to 10 s")
+    assert printed[2].endswith("left")
     assert printed[-1].startswith("step  1000")
 
 

@@ -1,33 +1,21 @@
-"""What a run says of itself: the unit of speed (tokens where an embedding looks ids up, else samples), TensorBoard."""
+"""What a run says of itself: the unit of speed (tokens where ids are looked up, else samples), the log, columns."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import shardc
-from shardc.cli.ranks.step_lines import StepLines, speed
+from shardc.cli.ranks.step_lines import StepLines, columns, fitted, speed
 from tests import zoo
 
 ONE = {"shardc": 1, "mesh": {"dp": 1}}
-
-
-def test_what_lines_say_is_there_for_tensorboard(tmp_path: Path) -> None:
-    lines = StepLines(2, None, tmp_path, append=False, tensorboard=True)
-    for step in (1, 2):
-        lines.add({"step": step, "loss": 1 / step, "lr": None, "bytes": {"dp+tp": 256}, "experts": [{"op": "experts"}]})
-    lines.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert found == {"loss": [(1, 1.0), (2, 0.5)], "bytes/dp+tp": [(1, 256.0), (2, 256.0)]}
 
 
 def test_ids_that_an_embedding_looks_up_are_tokens() -> None:
@@ -59,16 +47,9 @@ def strictly(text: str) -> list[Any]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def scalars(folder: Path, tag: str) -> list[int]:
-    """The steps of a curve, as TensorBoard shows it."""
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [e.step for e in events.Scalars(tag)]
-
-
 def log(folder: Path, begun: int, *steps: int, **last: float) -> list[Any]:
     """Write the log of a run that goes on after a step. last: held-out values of its last step."""
-    lines = StepLines(99, None, folder, append=True, begun=begun, tensorboard=True)
+    lines = StepLines(99, None, folder, append=True, begun=begun)
     for step in steps:
         lines.add({"step": step, "loss": float(begun), "lr": None})
     lines.add_held_out(max(steps, default=begun), last)
@@ -81,13 +62,10 @@ def test_a_log_that_goes_back_has_each_step_once(tmp_path: Path) -> None:
     with (tmp_path / "steps.jsonl").open("a") as f:
         f.write('{"step": 6, "lo')  # the process was killed
     before = (tmp_path / "steps.jsonl").read_text()
-    time.sleep(1.1)  # TensorBoard reads files in the order of their names, which have seconds
     found = log(tmp_path, 2, 3, 4, held_out=0.5)
     assert [(x["step"], x["loss"]) for x in found] == [(1, 0), (2, 0), (3, 2), (4, 2)]
     assert found[-1] == {"step": 4, "loss": 2, "lr": None, "held_out": 0.5}
     assert (tmp_path / "steps.jsonl.old").read_text() == before
-    assert scalars(tmp_path, "loss") == [1, 2, 3, 4]
-    assert scalars(tmp_path, "held_out") == [4]
 
 
 def test_a_log_that_went_back_and_forth_is_read_as_one_run(tmp_path: Path) -> None:
@@ -122,3 +100,55 @@ def test_updates_that_were_left_out_are_counted(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out.splitlines()
     assert [" 1 skipped" in x for x in printed] == [False, True, True]
     assert "skipped" not in printed[0]
+
+
+LINE = {"step": 120, "epoch": 1.5, "loss": 2.25, "grad_norm": 0.5, "lr": 3e-4, "samples_per_second": 99.0}
+LINE |= {"memory_mb": 400.0, "held_out": 2.5, "outputs": {"accuracy": 0.5}}
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_a_line_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
+    line = fitted([*columns(LINE), (3, "2 h 10 min left")], width)
+    assert len(line) <= width
+    assert line.startswith("step   120") or line.startswith("step")
+    assert "loss 2.2500" in line
+    assert ("left" in line) == (width > 60)
+    assert ("peak" in line) == (width == 200)
+
+
+def test_a_terminal_shows_the_last_step_and_lines_that_do_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    lines = StepLines(100, out, None, append=False)
+    for step in range(1, 101):
+        lines.add({**LINE, "step": step})
+        print("a word of the user")
+    lines.close()
+    shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").split("\n")
+    assert max(map(len, shown)) < 80
+    assert any("  1%  step     1" in x for x in shown), "the live line"
+    assert sum(x.startswith("step") for x in shown) == 2, "the first and the last line"
+
+
+def test_lines_that_are_left_out_are_said_once_and_the_first_step_is_not_in_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    lines = StepLines(1000, sys.stdout, None, append=False)
+    for step in range(1, 300):
+        clock[0] += 600.0 if step == 1 else 0.5  # the first step compiles
+        lines.add({**LINE, "step": step})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("step     1")
+    assert "left" not in printed[0]
+    (note,) = [x for x in printed if "left out" in x]
+    assert note == "note: lines come every 1 to 10 s, 19 were left out: --log DIR keeps them"
+    assert printed[2].endswith("8 min 10 s left")

@@ -24,6 +24,8 @@ from shardc.runtime.mesh.agreement import DisagreementError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.spec import Run
 
+#: Of an engine without schedulers, callbacks and a best step.
+QUIET: dict[str, Any] = {"callbacks": [], "extra": {}, "evaluated": lambda loss: None}
 Drawn = list[tuple[float, float, float]]
 
 
@@ -69,7 +71,11 @@ def held_out(lengths: list[int], local: bool) -> list[Any]:
 
     def work(mesh: LoopbackMesh) -> Any:
         data = [f"batch {i}" for i in range(lengths[mesh.rank])]
-        engine = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=lambda batches, local: {"read": list(batches)})
+
+        def evaluate_all(batches: Iterable[int], local: bool) -> dict[str, Any]:
+            return {"loss": 0.0, "read": list(batches)}
+
+        engine = SimpleNamespace(**QUIET, mesh=mesh, step_count=3, evaluate_all=evaluate_all)
         valid = Batches(data, lambda: data, 0, local=local, description="")
         signals: Any = SimpleNamespace(seen=0)
         training = Training(Run(), engine, valid, valid, SimpleNamespace(say=print), signals, print)  # type: ignore[arg-type]
@@ -112,7 +118,7 @@ def evaluation(settings: Run, seen: int, saves: int, *, dies: bool = False) -> l
                     signals.seen, signals.saves = seen, saves
             return {"loss": sum(read)}
 
-        engine: Any = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=evaluate_all, saving=None)
+        engine: Any = SimpleNamespace(**QUIET, mesh=mesh, step_count=3, evaluate_all=evaluate_all, saving=None)
         engine.save, engine.finish_save = lambda *_, **__: saved.append(engine.step_count), lambda: None
         ends = dies and mesh.rank == 1
         read_by_workers = (1 // 0 if ends and i == 3 else i for i in range(40))
@@ -316,7 +322,7 @@ def test_held_out_data_without_a_batch_are_told_once(monkeypatch: pytest.MonkeyP
 
     def work(mesh: LoopbackMesh) -> None:
         engine = SimpleNamespace(
-            mesh=mesh, step_count=3, evaluate_all=lambda batches, local: dict.fromkeys(batches, 0.0)
+            **QUIET, mesh=mesh, step_count=3, evaluate_all=lambda batches, local: dict.fromkeys(batches, 0.0)
         )
         signals: Any = SimpleNamespace(seen=0)
         for data in (["loss"], []):
@@ -344,7 +350,10 @@ def test_data_without_end_are_read_as_far_as_said_and_no_valid_data_are_told(mon
     monkeypatch.setattr(training_loop, "print_line", told.append)
 
     def work(mesh: LoopbackMesh) -> Any:
-        engine = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=lambda batches, local: {"read": list(batches)})
+        def evaluate_all(batches: Iterable[int], local: bool) -> dict[str, Any]:
+            return {"loss": 0.0, "read": list(batches)}
+
+        engine = SimpleNamespace(**QUIET, mesh=mesh, step_count=3, evaluate_all=evaluate_all)
         signals: Any = SimpleNamespace(seen=0)
         endless = Batches(itertools.count(), itertools.count, 0, local=False, description="")
         lines: Any = SimpleNamespace(say=said.append)
@@ -352,7 +361,7 @@ def test_data_without_end_are_read_as_far_as_said_and_no_valid_data_are_told(mon
             training = Training(settings, engine, endless, valid, lines, signals)  # type: ignore[arg-type]
             found = training.held_out()
             training.held_out()
-            assert found == ({"read": [0, 1, 2]} if valid else {})
+            assert found == ({"loss": 0.0, "read": [0, 1, 2]} if valid else {})
 
     loopback(Mesh.of({"dp": 2}), work)
     assert any(" batches in 0 s, and it has not ended (--eval-batches N reads the first N)" in line for line in said)

@@ -14,7 +14,10 @@ from tests import zoo
 ROOT = Path(__file__).parents[2]
 #: A spec for a GPT of which each feature puts something into the program, and what needs the feature.
 USES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "matrices": ({"optimizer": {"matrices": "whole"}}, ["shardc.compile(model, batch, spec | {'optimizer': {}})"]),
+    "matrices": (
+        {"optimizer": {"matrices": "whole"}},
+        ["shardc.compile(model, batch, spec | {'optimizer': {'matrices': 'whole'}})"],
+    ),
     "adapters": (
         {"adapters": [{"match": "*.fc", "rank": 2}]},
         [
@@ -30,6 +33,7 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
     "generation": ({}, ["loopback(one.mesh, lambda mesh: one.engine(model, mesh=mesh).generate([[1, 2]]))"]),
     "hub": ({}, ["shardc.optional.needed('hub', 'upload', 'prepare')('org/name')"]),
+    "trackers": ({}, ["__import__('shardc.cli.run', fromlist=['run'])._settings(program.spec.run, track=('wandb',))"]),
 }
 #: A process that has what shardc takes of others, and of which each feature's is a fork: it imports shardc without the
 #: feature's folder. Imports fail there as they do when the folder is not there.

@@ -30,7 +30,7 @@ class Job(BaseModel, frozen=True):
     options. example: sizes of an hf: model's example batch. weights: file or folder to begin from, or "": those of the
     model file. quiet: print no lines (--json). folder: the temporary folder of the run. trust: run an edited artifact.
     joined: torchrun or Slurm started the processes. debug: tracebacks show all frames, not only those of the user's
-    code. overwrite: replace the log.
+    code. overwrite: replace the log. lr: the learning rate in place of the spec's.
 
     resume: folder, or "". load: the other arguments of Engine.load. split: split of the data to score
     (shardc.cli.ranks.forward_jobs); "": train. rows: file for the scores of each row, or "". prompts: token ids of each
@@ -48,6 +48,7 @@ class Job(BaseModel, frozen=True):
     joined: bool = False
     debug: bool = False
     overwrite: bool = False
+    lr: float | None = None
     resume: str = ""
     load: dict[str, bool] = {}
     split: str = ""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from shardc.api import Program
 from shardc.cli.common import json_text
@@ -42,7 +47,7 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
         f"mesh {mesh}: {plural(program.mesh.world, 'rank')} on {engine.mesh.device.type},"
         f" {size(nbytes)} of parameters on rank 0",
         *weights,
-        f"{_optimizer(engine.optimizer)}; {parts}{begun}",
+        f"{optimizer_text(engine.optimizer)}; {parts}{begun}",
         f"data: {data}",
         *([f"held-out data: {held_out}"] if held_out else []),
         *note_lines(program.notes),
@@ -50,7 +55,8 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
     return "\n".join(lines)
 
 
-def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
+def optimizer_text(optimizer: torch.optim.Optimizer | None) -> str:
+    """Format an optimizer for people: AdamW, lr 0.0003, 2 groups."""
     if optimizer is None:
         return "no optimizer on this rank"
     rates = sorted(learning_rates(optimizer), key=lambda rate: rate or 0.0)
@@ -61,37 +67,25 @@ def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
 class StepLines:
     """Prints lines of steps at intervals, and appends each step to LOG/steps.jsonl. On rank 0 only.
 
-    steps: the last step of the run. out: stream for the lines; None: none. log: folder of steps.jsonl; None: no log.
-    append: go on with the log that is there, after step `begun`: the run takes later steps again. tensorboard: also
-    write the numbers for TensorBoard, into that folder.
+    steps: the last step of the run. out: stream for the lines; None: none. In a terminal, lines fit its width, and the
+    last step is shown below them. log: folder of steps.jsonl; None: no log. append: go on with the log that is there,
+    after step `begun`: the run takes later steps again.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        out: TextIO | None,
-        log: Path | None,
-        *,
-        append: bool,
-        tensorboard: bool = False,
-        begun: int = 0,
-    ) -> None:
+    def __init__(self, steps: int, out: TextIO | None, log: Path | None, *, append: bool, begun: int = 0) -> None:
         self.steps, self._out, self._skipped = steps, out, 0
         self._begun = self._next = time.perf_counter()
-        self._first: int | None = None
+        self._first: tuple[int, float] | None = None  # the first step, which compiles, and when it was done
+        self._left_out = 0  # lines that were not printed since the last one; -1: a note has said so
         self._last, self._at = dict[str, Any](), 0  # the last line of the log, and the byte at which it begins
         self._file: TextIO | None = None
+        self._live = LiveLine(out) if out is not None and out.isatty() and os.environ.get("TERM") != "dumb" else None
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)
             file = log / "steps.jsonl"
             if append and file.exists() and (lines := logged(file, begun)):
                 self._last, self._at = json.loads(lines[-1]), file.stat().st_size - len(lines[-1]) - 1
             self._file = file.open("a" if append else "w", buffering=1)
-        self._board: Any = None
-        if log is not None and tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(log), purge_step=begun + 1)
 
     def add(self, line: dict[str, Any], *, always: bool = False) -> None:
         """Log the facts of one step, and print its line if it is due. always: print it in any case."""
@@ -99,14 +93,24 @@ class StepLines:
             self._last, self._at = line, self._file.tell()
             self._file.write(json_text(line) + "\n")
         now, step, self._skipped = time.perf_counter(), line["step"], line.get("skipped", self._skipped)
-        self._plot(line, step)
-        self._first = step - 1 if self._first is None else self._first
-        if self._out is not None and (always or now >= self._next or step == self.steps):
-            done = step - self._first
-            left = (now - self._begun) / done * (self.steps - step)
-            ending = f"  {duration(left)} left" if step < self.steps else ""
-            print(text({"skipped": self._skipped, **line}) + ending, file=self._out, flush=True)
+        self._first = self._first or (step, now)
+        if self._out is None:
+            return
+        parts = columns({"skipped": self._skipped, **line})
+        first, since = self._first
+        if first < step < self.steps:
+            parts.append((3, f"{duration((now - since) / (step - first) * (self.steps - step))} left"))
+        if always or now >= self._next or step == self.steps:
+            if self._left_out > 0:
+                kept = "steps.jsonl has them" if self._file is not None else "--log DIR keeps them"
+                self.say(f"note: lines come every {SOONEST:g} to {LATEST:g} s, {self._left_out} were left out: {kept}")
+                self._left_out = -1
+            self.say(fitted(parts, self._live.width if self._live is not None else None))
             self._next = now + min(LATEST, max(SOONEST, (now - self._begun) / 20))
+        elif self._left_out >= 0:
+            self._left_out += 1
+        if self._live is not None:
+            self._live.show(f"{step / self.steps:4.0%}  {fitted(parts, self._live.width - 6)}")
 
     def add_held_out(self, step: int, held_out: Mapping[str, Any]) -> None:
         """Put held-out values into the logged line of this step, which is the last one, unless it has them."""
@@ -114,21 +118,42 @@ class StepLines:
             self._file.truncate(self._at)
             self._last |= held_out
             self._file.write(json_text(self._last) + "\n")
-            self._plot(held_out, step)
 
-    def _plot(self, line: Mapping[str, Any], step: int) -> None:
-        for name, value in _flat_numbers(line) if self._board is not None else ():
-            self._board.add_scalar(name, value, step)
-
-    def say(self, what: str) -> None:
-        if self._out is not None:
-            print(what, file=self._out, flush=True)
+    def say(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text)
+        elif self._out is not None:
+            print(text, file=self._out, flush=True)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._live is not None:
+            self._live.close()
+
+
+class LiveLine:
+    """The last line of a terminal, which shows the last step. It is rewritten at most four times a second."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.console, self._next = Console(file=out, highlight=False, markup=False, soft_wrap=True), 0.0
+        # what others print appears above the line; what goes to a file stays there
+        self._live = Live(console=self.console, transient=True, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+
+    @property
+    def width(self) -> int:
+        return self.console.width - 1  # a full line wraps in some terminals
+
+    def show(self, text: str) -> None:
+        if (now := time.monotonic()) >= self._next:
+            if not self._live.is_started:
+                self._live.start()
+                self.console.show_cursor(True)  # a process that is killed cannot do that
+            self._live.update(Text(text, no_wrap=True), refresh=True)
+            self._next = now + 0.25
+
+    def close(self) -> None:
+        self._live.stop()
 
 
 def logged(file: Path, begun: int) -> list[str]:
@@ -151,14 +176,6 @@ def logged(file: Path, begun: int) -> list[str]:
     return lines
 
 
-def _flat_numbers(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from _flat_numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and name != "step":
-            yield prefix + name, value
-
-
 def duration(seconds: float) -> str:
     """Format seconds as 3 s, 12 min 5 s, 3 h 20 min or 2 d 4 h."""
     s = round(seconds)
@@ -169,19 +186,37 @@ def duration(seconds: float) -> str:
     return f"{s // 3600} h {s % 3600 // 60} min" if s < 86400 else f"{s // 86400} d {s % 86400 // 3600} h"
 
 
-def text(line: dict[str, Any]) -> str:
-    """Format the line of a step for people."""
-    rate = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
-    skipped = f"  {line['skipped']} skipped" if line.get("skipped") else ""
-    return (
-        f"step {line['step']:>5}  loss {line['loss']:.4f}  {outputs_text(line.get('outputs', {}))}"
-        f"grad norm {line['grad_norm']:.3f}  {rate}"
-        f"{speed(line):>18}  {size(line['memory_mb'] * 2**20)} peak"
-        + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else skipped)
-        + (f"  held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else "")
-        + f"  {outputs_text(line.get('held_out_outputs', {}))}".rstrip()
-        + _experts(line.get("experts", ()))
-    )
+def columns(line: dict[str, Any]) -> list[tuple[int, str]]:
+    """Return the columns of a step's line. The number: columns with higher ones are left out first (`fitted`)."""
+    skipped = f"{line['skipped']} skipped" if line.get("skipped") else ""
+    if "loss_scale" in line:
+        skipped = f"loss scale {line['loss_scale']:g}, {line['skipped']} skipped"
+    held_out = f"held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else ""
+    return [
+        (0, f"step {line['step']:>5}"),
+        (5, f"epoch {line['epoch']:.2f}" if line.get("epoch") is not None else ""),
+        (0, f"loss {line['loss']:.4f}"),
+        (7, outputs_text(line.get("outputs", {})).rstrip()),
+        (6, f"grad norm {line['grad_norm']:.3f}"),
+        (4, f"lr {line['lr']:.2e}" if line["lr"] is not None else ""),
+        (3, f"{speed(line):>18}"),
+        (8, f"{size(line['memory_mb'] * 2**20)} peak"),
+        (2, skipped),
+        (1, held_out),
+        (7, outputs_text(line.get("held_out_outputs", {})).rstrip()),
+        (9, _experts(line.get("experts", ())).strip()),
+    ]
+
+
+def fitted(parts: Sequence[tuple[int, str]], width: int | None = None) -> str:
+    """Join columns to a line. If it is wider than this, leave out the least important ones."""
+    shown = [part for part in parts if part[1]]
+    while len(line := "  ".join(text for _, text in shown)) > (width or math.inf) and len(shown) > 1:
+        if any(text != text.lstrip() for _, text in shown):
+            shown = [(number, text.lstrip()) for number, text in shown]
+        else:
+            shown.remove(max(shown, key=lambda part: part[0]))
+    return line
 
 
 def speed(facts: dict[str, Any]) -> str:

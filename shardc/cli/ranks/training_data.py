@@ -8,6 +8,7 @@ of its rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,8 @@ class Batches:
 
     local: each batch is this rank's part of a global batch. resumes: a checkpoint stores the position; otherwise a
     resumed run reads again up to it. part: the number of this rank's part if data() takes it; parts draw different
-    random numbers. epoch: number of completed epochs. description: for the header of a run.
+    random numbers. epoch: number of completed epochs. description: for the header of a run. endless: there are no
+    epochs: one batch is repeated.
     """
 
     def __init__(
@@ -48,22 +50,51 @@ class Batches:
         description: str,
         resumes: bool = False,
         part: int | None = None,
+        endless: bool = False,
     ) -> None:
+        self._count, self._endless = 0, endless  # batches of this epoch
         self.local, self.resumes, self.description, self.epoch = local, resumes, description, 0
         self._source, self._make, self._seed, self._read = source, make, seed, False
         self._part = () if part is None else (part,)
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            count = 0
+            self._count = 0
             for batch in self.one_epoch():
-                count += 1
+                self._count += 1
                 yield batch
-            if not count:
+            if not self._count:
                 none = "data() returns no batch" if not self.epoch else f"epoch {self.epoch + 1} of data() has no batch"
                 fix = "return a torch Dataset, or an iterable that can be read again"
                 raise ShardcError(none, where="data", fix=fix)
             self.epoch += 1
+
+    @property
+    def length(self) -> int | None:
+        """The number of batches in an epoch; None if the data does not say."""
+        try:
+            return None if self._endless else len(self._source) or None
+        except TypeError:
+            return None
+
+    @property
+    def position(self) -> float | None:
+        """How many epochs were read, to the batch if their length is known; None if there are no epochs."""
+        if self._endless:
+            return None
+        done, count = self.epoch, float(self._count)
+        if isinstance(self._source, Loader):
+            done, count = self._source.epoch, self._source.consumed / self._source.batch_size
+        return done + count / self.length if self.length else float(done)
+
+    def steps(self, epochs: float, done: int) -> int:
+        """Return the last step of a run of so many epochs, of which `done` steps are done. Raises ShardcError."""
+        if (length := self.length) is None:
+            fault = "the data does not say how many batches an epoch has"
+            fix = "write --steps N; or return a Dataset, a DataLoader or a list, which has a length"
+            raise ShardcError(fault, where="--epochs", fix=fix)
+        read = (self.position or 0.0) * length if self.resumes else done
+        return max(0, done + math.ceil(epochs * length - read - 1e-6))
 
     def one_epoch(self) -> Iterator[Any]:
         """Return the batches of one epoch. data() is called again if its iterator is exhausted."""
@@ -178,7 +209,7 @@ def example(file: Any, seed: int, often: str = ", repeated") -> Batches:
     description = f"the one example batch of batch(){often} (the model file has no data())"
     if file.ref.startswith("hf:"):
         description = f"one batch of random ids{often} (for other data write a model.py with data(split))"
-    return Batches(once, lambda: once, seed, local=False, description=description)
+    return Batches(once, lambda: once, seed, local=False, description=description, endless=True)
 
 
 def _samples(loader: Loader) -> str:

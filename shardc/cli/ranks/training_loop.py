@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from shardc.cli.ranks.best import Best
 from shardc.cli.ranks.step_lines import StepLines
 from shardc.cli.ranks.step_metrics import Meter, timed_ops
 from shardc.cli.ranks.training_data import Batches
@@ -61,6 +62,7 @@ class Unread:
     seconds: float
     waited: float
     updated: bool
+    epoch: float | None
 
 
 @dataclasses.dataclass
@@ -83,6 +85,7 @@ class Training:
     heeded: int = 0  # requests for a checkpoint that came to this rank, as far as all ranks know of them
     skipped: int = 0  # updates that were left out, of the steps whose numbers were read
     evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step with held-out values, and these
+    failing: bool = False  # an error ends the run
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps whose numbers were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
@@ -95,15 +98,39 @@ class Training:
     def meter(self) -> Meter:
         return Meter(self.engine.program, self.engine.mesh)
 
+    @functools.cached_property
+    def best(self) -> Best:
+        return Best(self.settings, self.engine)
+
+    @functools.cached_property
+    def steps(self) -> int:
+        """The last step of the run."""
+        if self.settings.epochs is None:
+            return 100 if self.settings.steps is None else self.settings.steps
+        of_epochs = self.train.steps(self.settings.epochs, self.engine.step_count)
+        return of_epochs if self.settings.steps is None else min(of_epochs, self.settings.steps)
+
     def run(self) -> list[float]:
         """Train up to the last step; return the losses. Raises Interrupted, or an error of the user's code."""
         try:
             self._steps()
         except BaseException:
+            self.failing = True
             with suppress(Exception):  # the device may have failed
                 self._read()
             raise
         return self.losses
+
+    def call(self, moment: str, facts: Any) -> None:
+        """Call the callbacks of all ranks. The first error ends the run after a save, unless one ends it already."""
+        if not self.engine.callbacks:
+            return
+        if self.failing:
+            with suppress(Exception):
+                self.engine.callbacks.call(moment, self.engine, facts)
+            return
+        with self._save_on_failure(f"a callback ({moment}) after step {self.engine.step_count}"):
+            self.engine.callbacks.call(moment, self.engine, facts)
 
     def _steps(self) -> None:
         stream = iter(self.train)
@@ -111,17 +138,17 @@ class Training:
         for _ in range(0 if self.train.resumes else self.engine.step_count):
             if not self.signals.seen:
                 next(stream)  # skip batches from before the checkpoint; a loader restores its position
-        while self.engine.step_count < self.settings.steps:
+        while self.engine.step_count < self.steps and not self.best.stopped:
             batch = self._next(stream)
             start, lr = time.perf_counter(), self.engine.lr
             with self._measured():
                 result = self._step(batch)
             loss, beside = result if self.engine.program.outputs else (result, {})
             seconds, norm = time.perf_counter() - start, self.engine.grad_norm
-            step, updated = self.engine.step_count, self.engine.updated
-            self.unread.append(Unread(step, loss, beside, norm, lr, seconds, self.waited, updated))
+            step, updated, epoch = self.engine.step_count, self.engine.updated, self.train.position
+            self.unread.append(Unread(step, loss, beside, norm, lr, seconds, self.waited, updated, epoch))
             evaluated = self._due(self.settings.eval_every)
-            if evaluated or self._due(self.settings.log_every) or self.engine.step_count == self.settings.steps:
+            if evaluated or self._due(self.settings.log_every) or self.engine.step_count == self.steps:
                 self._read(evaluated=evaluated)
             if self.settings.save and (self._due(self.settings.save_every) or self.save_requested):
                 self._save_in_background()
@@ -175,6 +202,7 @@ class Training:
         except (NotFiniteError, ReplicasDifferError, SavingError):
             raise  # same error on all ranks; if replicas differ, the last checkpoint is better than the state
         except Exception as e:
+            self.failing = True
             failed = e.what if isinstance(e, RankFailedError) else f"{doing} failed"
             print(f"{failed}: {self._save_after_failure()}", file=sys.stderr, flush=True)
             raise
@@ -205,7 +233,8 @@ class Training:
     def _report_saved(self) -> None:
         if self.writing is not None and self.engine.saving is None:
             self.lines.say(f"saved step {self.writing}")
-            self.writing = None
+            step, self.writing = self.writing, None
+            self.call("saved", {"step": step, "folder": str(self.folder)})
 
     def _save_in_background(self) -> None:
         self.save_requested = False
@@ -289,6 +318,7 @@ class Training:
                 line["breakdown"] = True
         for line in earlier:
             self.lines.add(line)
+            self.call("logged", line)
         if self.engine.loads:
             last["experts"] = [dataclasses.asdict(x) for x in self.engine.loads]
         if self.engine.scaler is not None:
@@ -296,6 +326,7 @@ class Training:
         if evaluated and (held_out := self.held_out()):
             last |= in_log(held_out)
         self.lines.add(last, always="held_out" in last)
+        self.call("logged", last)
 
     def _line(self, step: Unread, loss: float, seconds: float, waited: dict[str, float]) -> dict[str, Any]:
         line: dict[str, Any] = {
@@ -303,6 +334,7 @@ class Training:
             "loss": loss,
             "grad_norm": float(step.grad_norm) if step.grad_norm is not None else 0.0,
             "lr": step.lr,
+            **({"epoch": round(step.epoch, 6)} if step.epoch is not None else {}),
             **self.meter.speed(1 / seconds),
             "seconds": round(seconds, 6),
             "data_wait": round(step.waited, 6),
@@ -340,7 +372,13 @@ class Training:
         if not values and not self.stopped and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
             print_line("note: data('valid') has no batch: there is no held-out loss (return None if none is intended)")
-        return values
+        if values and self.engine.extra.get("evaluated") != step:  # a resumed run evaluates its first step again
+            self.engine.extra["evaluated"] = step
+            self.engine.evaluated(values["loss"])
+            self.save_requested |= self.best.evaluated(values) and self.settings.keeps_best
+        if values:
+            self.call("evaluated", values)
+        return dict(values)
 
     def _held_out_batches(self, valid: Batches) -> Iterator[Any]:
         """Yield held-out batches until they end. Heed signals between two batches: raise _Stopped, or save.
@@ -391,10 +429,11 @@ class Training:
         if self.saved != self.engine.step_count:
             self._write(wait=True)
             self.saved = self.engine.step_count
+            self.call("saved", {"step": self.saved, "folder": str(self.folder)})
 
     def _write(self, *, wait: bool) -> None:
         """Write a checkpoint. The first one may replace an earlier run's: `shardc run` has checked that."""
-        self.engine.save(self.folder, wait=wait, keep=self.settings.keep, overwrite=not self.wrote)
+        self.engine.save(self.folder, wait=wait, keep=self.settings.last, overwrite=not self.wrote)
         self.wrote = True
 
     def _finish_save(self) -> None:

@@ -14,17 +14,18 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from shardc.api import load
+from shardc.api import Program, load
 from shardc.cli.common import json_text, once
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, save_lock, training_data
 from shardc.cli.ranks.job import Job, joined, weights_of
-from shardc.cli.ranks.step_lines import StepLines, header
+from shardc.cli.ranks.step_lines import StepLines, header, optimizer_text
 from shardc.cli.ranks.training_data import Batches
 from shardc.cli.ranks.training_loop import Interrupted, Signals, Training, peak_memory
 from shardc.cli.ranks.user_frames import one_line, place, users_traceback
@@ -32,7 +33,7 @@ from shardc.collector import collect_as_usual
 from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
 from shardc.ir.units import size
-from shardc.optional import registered
+from shardc.optional import needed, registered
 from shardc.report.cost import peak_place
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.launch import GAVE_UP, record_errors
@@ -42,8 +43,8 @@ from shardc.runtime.mesh.watch import RankFailedError, cut_off
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
 from shardc.runtime.stage.profiler_ranges import with_ranges
+from shardc.runtime.step import engine_optimizer, schedulers
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.engine_optimizer import adamw
 from shardc.runtime.time_limits import FIRST_WORD
 
 
@@ -62,66 +63,87 @@ def run(job: Job) -> dict[str, Any]:
     with mesh.together("taking the folders of --save and --log"):
         if mesh.rank == 0:
             save_lock.lock_all({"--log": settings.log, "--save": settings.save})
-    weights = weights_of(job, file, program)
+    weights, steps = weights_of(job, file, program), list[int]()  # the number of steps, once it is known
+    trackers = needed("trackers", "runtime", "make")(settings.trackers) if settings.trackers else []
     with mesh.together("making the engine"):
-        engine = program.engine(
+        engine = Engine(
+            program,
             file.build,
             weights=weights if not job.resume else None,  # a checkpoint has them all
-            optimizer=file.optimizer or adamw,
-            scheduler=file.scheduler,
+            optimizer=file.optimizer or engine_optimizer.of_spec(program, job.lr),
+            scheduler=file.scheduler or schedulers.of_spec(program, lambda: next(iter(steps), None)),
             seed=settings.seed,
             norm=True,
             clip_norm=settings.clip,
             routing=settings.routing,
             nonfinite=settings.nonfinite,
+            callbacks=[*trackers, *(file.callbacks() if file.callbacks is not None else ())],
             mesh=mesh,
             interpreter=functools.partial(Interpreter, make=with_ranges) if settings.trace else Interpreter,
         )
     if job.resume:
         engine.load(job.resume, **job.load)
-    if engine.step_count > settings.steps:
-        fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
-        raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")
-    if settings.steps > engine.step_count:
-        check_trains(program)
-        engine.check_schedule(settings.steps - engine.step_count)
     with mesh.together("opening the data"):
         train, valid = _data(job, file, engine)
+        training = Training(settings, engine, train, valid, StepLines(0, None, None, append=False), signals)
+        steps.append(training.steps)
+        training.best.check(held_out=valid is not None)
+    if engine.step_count > training.steps:
+        fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {training.steps}"
+        raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")
+    if training.steps > engine.step_count:
+        check_trains(program)
+        engine.check_schedule(training.steps - engine.step_count)
+    if mesh.sum_on_host([engine.waits_for_losses])[0] and not (settings.eval_every and valid is not None):
+        fix = "add --eval-every N, and return held-out data from data('valid')"
+        raise ShardcError("ReduceLROnPlateau needs held-out losses", where="scheduler", fix=fix)
 
     first = engine.mesh.rank == 0
     out = sys.stdout if first and not job.quiet else None
     log = Path(settings.log) if first and settings.log else None
     append, begun = not job.overwrite, engine.step_count
-    lines = StepLines(settings.steps, out, log, append=append, tensorboard=settings.tensorboard, begun=begun)
+    lines = training.lines = StepLines(training.steps, out, log, append=append, begun=begun)
     begin_from = engine.weight_notes or [file.note] * bool(file.note)
     if job.resume:
         begin_from = [f"weights: those of {job.resume}"]
         begin_from += ["learning rates: the model file's, at its step"] * job.load["new_schedule"]
         begin_from += ["data: from its beginning"] * job.load["new_data"]
     held_out_data = valid.description if valid is not None else ""
-    lines.say(header(program, engine, train.description, held_out_data, settings.steps, begin_from))
-    training = Training(settings, engine, train, valid, lines, signals)
+    lines.say(header(program, engine, train.description, held_out_data, training.steps, begin_from))
+    for note in _unused(job, file, program):
+        lines.say(note)
     collect_as_usual()
     begin = time.perf_counter()
-    with contextlib.closing(lines):
-        losses = training.run()
-        seconds = time.perf_counter() - begin
-        if settings.save:
-            training.save()
-            engine.export(settings.save, overwrite=True)  # `shardc run` has checked that they replace nobody's weights
-        held_out = training.last_held_out()
-    steps = engine.step_count - begun
+    try:
+        with contextlib.closing(lines):
+            training.call("run_begins", _facts(job, program, training))
+            losses = training.run()
+            seconds = time.perf_counter() - begin
+            held_out = training.last_held_out() if training.best.on else {}  # which a checkpoint keeps
+            if settings.save:
+                training.save()
+                # `shardc run` has checked that they replace nobody's weights
+                engine.export(settings.save, overwrite=True)
+            held_out = held_out or training.last_held_out()
+    except BaseException as e:
+        training.failing = True
+        state = "interrupted" if isinstance(e, Interrupted) else "failed"
+        training.call("run_ends", {"state": state, "step": engine.step_count, "error": one_line(e)})
+        raise
+    done = engine.step_count - begun
     summary = {
         "model": program.meta.get("model"),
         "mesh": dict(program.mesh.axes),
-        "steps": steps,
+        "state": "stopped early" if training.best.stopped else "finished",
+        "steps": done,
         "step": engine.step_count,
         "seconds": round(seconds, 3),
         "losses": losses,
         "skipped": training.skipped,
         "held_out": held_out.pop("loss", None),
         "held_out_outputs": held_out,
-        **training.meter.speed(steps / seconds),
+        "best": training.best.summary(training.folder),
+        **training.meter.speed(done / seconds),
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
@@ -132,7 +154,37 @@ def run(job: Job) -> dict[str, Any]:
             write(Path(settings.save), base, facts | {"held-out loss": summary["held_out"]}, program.spec.text)
     if log is not None:
         (log / "summary.json").write_text(json_text(summary, indent=1))
+    with mesh.together("ending the run"):
+        training.call("run_ends", summary)
+        mesh.sum_on_host([0])  # a callback that fails on one rank ends the others
     return summary
+
+
+def _facts(job: Job, program: Program, training: Training) -> dict[str, Any]:
+    """Return the facts of a run for callbacks. goes_on: it goes on with its own checkpoint, as the same run."""
+    settings, engine = job.settings, training.engine
+    within = not settings.save or Path(settings.save).resolve() in (x := Path(job.resume).resolve(), *x.parents)
+    return {
+        "model": program.meta.get("model"),
+        "mesh": dict(program.mesh.axes),
+        "steps": training.steps,
+        "begun": engine.step_count,
+        "goes_on": bool(job.resume) and within,
+        "log": settings.log,
+        "optimizer": optimizer_text(engine.optimizer),
+        "settings": settings.model_dump(mode="json", exclude_defaults=True),
+        "spec": str(program.spec),
+    }
+
+
+def _unused(job: Job, file: ModelFile, program: Program) -> Iterator[str]:
+    """Yield a note for each part of the spec that a function of the model file replaces."""
+    section = program.spec.optimizer
+    if file.optimizer is not None and (section.chosen or job.lr is not None):
+        given = "--lr is not used" if job.lr is not None else "the spec's optimizer is not used"
+        yield f"note: {given}: optimizer(params) of the model file makes the optimizer"
+    if file.scheduler is not None and section.schedule is not None:
+        yield "note: the spec's schedule is not used: scheduler(optimizer) of the model file makes it"
 
 
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shardc.spec import Spec
+from shardc.spec import Spec, optimizer_section
 from shardc.spec.fields import Pattern, Section, is_dim, malformed, unknown, wrong_here
 
 #: How parameters are cut into the matrices of an optimizer: not at all; one for each head of attention; one for
@@ -73,9 +73,10 @@ _MATRICES: dict[str, Any] = {
 }
 
 
-class Optimizer(Section):
-    """For optimizers whose step of a parameter needs all of it (Muon, Shampoo, SOAP, Adafactor, LAMB): each matrix has
-    an owner, a rank that steps it. What steps each element by itself (AdamW) stays split.
+class Optimizer(optimizer_section.Optimizer):
+    __doc__ = f"""{optimizer_section.Optimizer.__doc__}
+    matrices: for optimizers whose step of a parameter needs all of it (Muon, Shampoo, SOAP, Adafactor, LAMB): each
+    matrix has an owner, a rank that steps it. What steps each element by itself (AdamW) is split.
     """
 
     matrices: (
@@ -91,9 +92,9 @@ class Optimizer(Section):
 
 
 class Sections(Section):
-    """The section of this feature."""
+    """The section of core that this feature extends."""
 
-    optimizer: Optimizer = Field(default=Optimizer(), examples=[{"matrices": "whole"}])
+    optimizer: Optimizer = Field(default=Optimizer(), examples=[{"name": "adamw", "lr": 3e-4}])
 
     def patterns(self) -> Iterator[tuple[tuple[str | int, ...], str, bool]]:
         """Yield (place, pattern, False: it must name a weight) of each pattern."""
@@ -102,8 +103,7 @@ class Sections(Section):
 
 def rules(spec: Spec) -> dict[str, Any] | None:
     """Return {pattern: which part of a parameter is one matrix}; None if the spec does not say."""
-    section = spec.sections.get("optimizer")
-    return section.matrices if section is not None else None
+    return getattr(spec.optimizer, "matrices", None)
 
 
 def spans_layers(spec: Spec) -> bool:
