@@ -22,6 +22,7 @@ FEATURES = {
     "fp8": ("precision.products",),
     "reshard": (),
     "generation": (),
+    "text": (),
 }
 
 

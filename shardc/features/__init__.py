@@ -3,6 +3,7 @@
 adapters        low-rank matrices beside frozen weights (LoRA)      generation   tokens after prompts
 matrices        optimizers over whole matrices, each with an owner  reshard      from one plan to another, in memory
 fp8             products of numbers of 8 bits                       sequence     long sequences, split over ranks
+text            rows of tokens, of chats and documents
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 

@@ -240,7 +240,7 @@ def example(file: Any, seed: int, often: str = ", repeated") -> Batches:
     once = [file.batch]
     description = f"the one example batch of batch(){often} (the model file has no data())"
     if file.ref.startswith("hf:"):
-        description = f"one batch of random ids{often} (for other data write a model.py with data(split))"
+        description = f"one batch of random ids{often} (--data chats.jsonl or FILE.py trains on others)"
     return Batches(once, lambda: once, seed, local=False, description=description)
 
 
