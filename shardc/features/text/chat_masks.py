@@ -32,9 +32,8 @@ class ChatTokens:
             fix = "load it with AutoTokenizer, and pip install tokenizers"
             raise ShardcError("the tokenizer does not know where its tokens are in a text", where="tokenizer", fix=fix)
         self.tokenizer = tokenizer
-        # the longest first: one special token may begin with another
-        special = sorted((t for t in tokenizer.all_special_tokens if t), key=len, reverse=True)
-        self._special = re.compile(rf"\s*(?:{'|'.join(map(re.escape, special)) or '(?!)'})")
+        added = (str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)
+        self._special = sorted({*added, *tokenizer.all_special_tokens} - {tokenizer.bos_token}, key=len, reverse=True)
 
     def __call__(self, record: Any, where: str) -> Tokens:
         messages, tools = conversation(record, where)
@@ -90,8 +89,8 @@ class ChatTokens:
                 "the conversation begins with the assistant", where=where, fix=f"begin with a user; or {_TAGS}"
             )
         before, answer = self._text(messages[:i], tools, where, prompt=True), messages[i]["content"]
-        fits = text.startswith(before)
-        if before == self._text(messages[:i], tools, where):  # no generation prompt: what begins an answer is unknown
+        fits, history = text.startswith(before), self._text(messages[:i], tools, where)
+        if before == history:  # no generation prompt: what begins an answer is unknown
             if not answer or not isinstance(answer, str) or not answer.strip():
                 return len(before), len(before)
             fits = fits and text[len(before) :].lstrip().startswith(answer.strip())
@@ -100,7 +99,9 @@ class ChatTokens:
         if not end:
             other = [*messages[:i], {**messages[i], "content": _MARK}, *messages[i + 1 :]]
             _, mark, rest = self._text(other, tools, where).partition(_MARK)
-            closing = self._special.match(rest)
+            opening = before.removeprefix(history)  # of an answer: no token of it closes one
+            ends = "|".join(re.escape(t) for t in self._special if t not in opening)
+            closing = re.match(rf"\s*(?:{ends or '(?!)'})", rest)
             end = len(text) - len(rest) + closing.end() if mark and closing and text.endswith(rest) else 0
         if not fits or end < len(before):
             fault = (

@@ -186,7 +186,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     def description(self) -> str:
         seq, n = self._form.seq, len(self)
         how = "packed into" if self._form.window > 1 else "in"
-        return f"{self._form.counted(self.counts)}, {how} {n:,} rows of {seq}, {len(self._ids) / (seq * n):.0%} full"
+        return f"{self._form.counted(self.counts)}, {how} {n:,} row{'s' * (n != 1)} of {seq}, {len(self._ids) / (seq * n):.0%} full"
 
 
 class RowStream(IterableDataset[dict[str, Tensor]]):
