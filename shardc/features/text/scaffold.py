@@ -52,11 +52,11 @@ def scheduler(optimizer):  # the learning rate rises over the first steps
     return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 '''
 _SPEC = """shardc: 1
-mesh: {dp: 1}               # {dp: 2, tp: 4}: 8 ranks; `shardc plan model.py --devices 8` finds the fastest
+mesh: {dp: 1, tp: 1}        # {dp: 2, tp: 4}: 8 ranks; `shardc plan model.py --devices 8` finds the fastest
 # shard: {use: model}       # with tp: splits weights as the model's own plan says; {use: structure}: finds a split
 # data: {zero: 1}           # splits the optimizer's state over dp; 3: weights and gradients too
 # batch: {microbatches: 2}  # less memory, the same step
-# checkpoint: [{recompute: cheap}]                                     # less memory; runs cheap ops again
+# checkpoint: [{match: "*.{layers,h}.*", recompute: cheap}]            # less memory; runs cheap ops again
 # adapters: [{match: "*_proj", kind: lora, rank: 16, alpha: 32}]       # trains few numbers beside the model's
 PRECISION
 run: {steps: 20, clip: 1.0, save: runs/a, log: runs/a, eval_every: 10}

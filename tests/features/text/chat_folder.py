@@ -17,7 +17,8 @@ TAGGED = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PLAIN = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-WORDS = "the model reads a row of tokens and gives the next one each rank has a part of it and they agree".split()
+SENTENCE = "the model reads a row of tokens and gives the next one each rank has a part of it and they agree"
+WORDS = SENTENCE.split()
 
 
 @cache
