@@ -19,7 +19,7 @@ from shardc.features.text.packing import packed, row_of
 from shardc.features.text.records import is_stream, records, texts
 
 #: Documents that are packed at a time.
-WINDOW = 1024
+TOGETHER = 1024
 
 
 def chats(
@@ -29,7 +29,7 @@ def chats(
     *,
     pack: bool = True,
     long: Literal["drop", "cut"] = "drop",
-    window: int = WINDOW,
+    window: int = TOGETHER,
     positions: bool = True,
 ) -> Rows | RowStream:
     """Return rows of conversations, with labels on what the assistant wrote, for data(split) and engine.loader.
@@ -61,7 +61,7 @@ def chats(
 
 
 def documents(
-    source: Any, tokenizer: Any, seq: int, *, column: str = "text", pack: bool = True, window: int = WINDOW
+    source: Any, tokenizer: Any, seq: int, *, column: str = "text", pack: bool = True, window: int = TOGETHER
 ) -> Rows | RowStream:
     """Return rows of texts, each with the tokenizer's end token, for pretraining. Long texts are cut into pieces.
 
@@ -185,8 +185,8 @@ class Rows(Dataset[dict[str, Tensor]]):
     @property
     def description(self) -> str:
         seq, n = self._form.seq, len(self)
-        how = "packed into" if self._form.window > 1 else "in"
-        return f"{self._form.counted(self.counts)}, {how} {n:,} row{'s' * (n != 1)} of {seq}, {len(self._ids) / (seq * n):.0%} full"
+        how, full = "packed into" if self._form.window > 1 else "in", len(self._ids) / (seq * n)
+        return f"{self._form.counted(self.counts)}, {how} {n:,} row{'s' * (n != 1)} of {seq} ({full:.0%} full)"
 
 
 class RowStream(IterableDataset[dict[str, Tensor]]):

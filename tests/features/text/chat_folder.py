@@ -62,6 +62,12 @@ def write_chats(file: Path, count: int) -> Path:
     return file
 
 
+def write_all(folder: Path) -> None:
+    """A model in `base`, and conversations in `chats.jsonl`, for the pages of the documentation."""
+    write_folder(folder / "base", TAGGED)
+    write_chats(folder / "chats.jsonl", 200)
+
+
 def config(**sizes: Any) -> Any:
     from transformers import LlamaConfig
 
