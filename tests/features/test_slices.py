@@ -28,8 +28,8 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["shardc.compile(model, batch, spec | {'precision': {'products': 'mxfp8'}})"],
     ),
     "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
-    "text": ({}, ["shardc.text.chats([], '', 8)"]),
     "generation": ({}, ["loopback(one.mesh, lambda mesh: one.engine(model, mesh=mesh).generate([[1, 2]]))"]),
+    "text": ({}, ["shardc.text.chats([], '', 8)"]),
 }
 #: A process that has what shardc takes of others, and of which each feature's is a fork: it imports shardc without the
 #: feature's folder. Imports fail there as they do when the folder is not there.
