@@ -215,7 +215,7 @@ def program_of(
             fault, fix = "the options of a compiled DIR are fixed", "compile the model with it: -o DIR"
             raise ShardcError(fault, where="--forward" if named.forward else "--score", fix=fix)
         if spec is not None or named.mesh or named.overrides or named.batch or named.seq or named.data:
-            fault = "a compiled DIR already contains its spec, the sizes of its batch and the name of its data"
+            fault = "a compiled DIR already contains its spec and the sizes of its batch, and names its data"
             fix = "leave out the spec, --mesh, --set, --batch, --seq and --data, or compile the model again"
             raise ShardcError(fault, where=source, fix=fix)
         program = _loaded(source, trust=named.trust, model=named.model_file)

@@ -158,9 +158,8 @@ def test_long_ones_are_left_out_or_cut_and_counted(tmp_path: Path) -> None:
     source = [short, long, hopeless, unlearned]
     rows = text.chats(source, words, 40)
     assert (len(rows), rows.counts) == (1, {"read": 4, "long": 2, "unlearned": 1})
-    assert rows.description.startswith(
-        "4 conversations (2 of more than 40 tokens left out, 1 with nothing to learn left out), packed into 1 row of 40 ("
-    )
+    left_out = "2 of more than 40 tokens left out, 1 with nothing to learn left out"
+    assert rows.description.startswith(f"4 conversations ({left_out}), packed into 1 row of 40 (")
     rows = text.chats(source, words, 40, long="cut", pack=False)
     assert (len(rows), rows.counts) == (2, {"read": 4, "long": 2, "unlearned": 2})
     assert rows[1]["labels"][:size].tolist() == rows[0]["labels"][:size].tolist(), "the same beginning"
