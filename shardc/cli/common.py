@@ -216,7 +216,7 @@ def program_of(
             raise ShardcError(fault, where="--forward" if named.forward else "--score", fix=fix)
         if spec is not None or named.mesh or named.overrides or named.batch or named.seq or named.data:
             fault = "a compiled DIR already contains its spec and the sizes of its batch, and names its data"
-            fix = "leave out the spec, --mesh, --set, --batch, --seq and --data, or compile the model again"
+            fix = "leave out the spec, --mesh, --set, --data, --batch and --seq, or compile the model again"
             raise ShardcError(fault, where=source, fix=fix)
         program = _loaded(source, trust=named.trust, model=named.model_file)
         _check_source(source, program, named.model_file, refuse=not as_compiled)
