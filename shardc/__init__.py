@@ -11,6 +11,7 @@ machine       seconds and bytes of ops, on a device    report     text, tables a
 cost, plan    time and memory; the fastest spec        nn         functions that torch has no op for
 cli           the commands                             errors     ShardcError; layer_names: errors of layers, merged
 features      what can be left out, a folder each        optional   what features register, for tables of core
+text: what users call of the feature of that name
 call_arguments: checks arguments of public functions
 collector: when Python collects garbage
 torch_modes, torch_private    modes and private modules of torch; text_file: reads small text files; version
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING
 from shardc.version import VERSION
 
 if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
+    from shardc import text as text
     from shardc.api import Program as Program
     from shardc.api import load as load
     from shardc.compile import compile as compile
@@ -77,6 +79,8 @@ _INSTEAD = dict.fromkeys(
 
 
 def __getattr__(name: str) -> object:
+    if name == "text":
+        return import_module("shardc.text")
     if name not in _MODULES:
         hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"module 'shardc' has no attribute {name!r}{hint}")

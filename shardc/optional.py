@@ -33,6 +33,7 @@ FEATURES = {
     "generation": (),
     "hub": (),
     "trackers": (),
+    "text": (),
 }
 
 

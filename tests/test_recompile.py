@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import shardc
 from shardc.api import Program
-from shardc.runtime.data.loader import Rest
+from shardc.runtime.data.worker import Rest
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests.runtime.zero.test_steps import CLIP, MESHES, ROWS, Net, adamw, batch, captured, model, program, spec
 

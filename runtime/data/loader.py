@@ -10,12 +10,12 @@ the batch (they differ in tp, say) read the same samples. torch.utils.data.DataL
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
@@ -23,14 +23,11 @@ from shardc.ir.program import Program
 from shardc.runtime.data.inputs import batch_dims, mapped, name_of
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.data.worker import Reader, Stream, started
+from shardc.runtime.data.samples import Tensors, is_map_style
+from shardc.runtime.data.worker import Reader, Rest, Stream, started
 
-
-@dataclass(frozen=True)
-class Rest:
-    """The last, smaller batch of an epoch, whole on every rank. `engine.step` handles it."""
-
-    batch: Any
+#: More samples than any dataset has: Grain's repeat() says so of data without end.
+ENDLESS = 1 << 48
 
 
 class Loader:
@@ -64,8 +61,8 @@ class Loader:
         # reference cycle
         shuffle = size is not None if shuffle is None else shuffle
         self.order = Order(size, self.batch_size, self._samples(), shuffle, seed, rest=not drop_last)
-        self._check(drop_last, num_workers, options)
-        self._collate = collate_fn or default_collate
+        self._check(drop_last, options)
+        self._collate = Tensors(program) if collate_fn in (None, default_collate) else collate_fn
         # the workers' seeds come from a separate generator: the process's is unchanged
         self.options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
         self._reading: DataLoader[Any] | None = None
@@ -100,7 +97,7 @@ class Loader:
                 raise part.again()
             nonempty, rest = True, self.order.at_rest
             self.order.advance()
-            yield Rest(part) if rest else self._cut(part)
+            yield part if isinstance(part, Rest) else Rest(part) if rest else self._cut(part)
         if stream:
             if not nonempty:
                 fault = f"the dataset ends before one global batch of {self.batch_size} samples"
@@ -108,8 +105,9 @@ class Loader:
             self.order.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its position and what fixes the order, JSON-able."""
-        return self.order.state_dict()
+        """Return its position and what fixes the order, JSON-able; and the dataset's `digest`, if it has one."""
+        digest = getattr(self.dataset, "digest", None)
+        return self.order.state_dict() | ({"digest": str(digest)} if digest is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the first sample that the saved loader had not returned; any mesh and batch size.
@@ -125,12 +123,16 @@ class Loader:
         self.order.restart()
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ShardcError if the saved loader read a dataset of another size."""
+        """Raise ShardcError if the saved loader read a dataset of another size or digest."""
+        fix = "continue with the same dataset, or begin with this one: load(folder, new_data=True), run: --new-data"
+        then, now = state.get("digest"), self.state_dict().get("digest")
+        if then and now and then != now:
+            fault = f"the checkpoint is in the middle of other data: their digest was {then}, and now it is {now}"
+            raise ShardcError(f"{fault} (other texts, tokenizer or settings)", where=self.where, fix=fix)
         if state["size"] != self.order.size:
             sizes = (state["size"], self.order.size)
             then, now = (f"{n} samples" if n is not None else "an iterable dataset" for n in sizes)
             fault = f"the checkpoint is in the middle of {then}, but this one is {now}"
-            fix = "continue with the same dataset, or begin with this one: load(folder, new_data=True), run: --new-data"
             raise ShardcError(fault, where=self.where, fix=fix)
 
     # --- reading
@@ -138,7 +140,8 @@ class Loader:
     def _reader(self) -> DataLoader[Any]:
         order = self.order
         if order.size is None:  # a new one for each epoch: its workers' copies know where to begin
-            stream = Stream(self.dataset, self._collate, order.seed, order.batch, order.mine.tolist())
+            mine = order.mine.tolist()
+            stream = Stream(self.dataset, self._collate, order.seed, order.batch, mine, rest=order.rest)
             stream.epoch, stream.consumed = order.epoch, order.consumed
             return DataLoader(stream, batch_size=None, collate_fn=_same, **self.options)
         if self._reading is None:  # kept, for persistent_workers
@@ -224,7 +227,10 @@ class Loader:
             datasets = [name for name, x in data.items() if not isinstance(x, Tensor)]
             one = f"one of its entries, such as {datasets[0]!r}" if datasets else "a dataset of single samples"
             raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=f"pass {one}")
-        if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+        if is_map_style(data):
+            if len(data) >= ENDLESS:
+                fix = "leave out its repeat(): the loader begins the next epoch itself"
+                raise ShardcError(f"a {type(data).__name__} that never ends has no epochs", where=self.where, fix=fix)
             return False
         if not hasattr(data, "__iter__"):
             fault = f"a {type(data).__name__} is not a dataset: it has neither __getitem__ and __len__, nor __iter__"
@@ -234,7 +240,7 @@ class Loader:
             raise ShardcError(f"a {type(data).__name__} can be read only once", where=self.where, fix=fix)
         return True
 
-    def _check(self, drop_last: bool, num_workers: int, options: Mapping[str, Any]) -> None:
+    def _check(self, drop_last: bool, options: Mapping[str, Any]) -> None:
         errors, size = Errors(), self.order.size
         for name in {"sampler", "batch_sampler"} & options.keys():
             fix = "leave it out; for your own order, wrap the dataset and pass shuffle=False"
@@ -242,14 +248,11 @@ class Loader:
         if size is None and self.order.shuffle:
             fix = "leave shuffle out, and shuffle in the dataset"
             errors.add("an iterable dataset has its own order", where=self.where, fix=fix)
-        if size is None and num_workers > 1:
-            fault = f"{num_workers} workers would each read the iterable dataset from the start"
-            errors.add(fault, where=self.where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
         needs = self.batch_size if drop_last or self.program.resize is None else 1
         if size is not None and size < needs:
             fault = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
             errors.add(fault, where=self.where, fix="use more samples, or compile for a smaller batch")
-        elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
+        elif not drop_last and self.program.resize is None and (size is None or size % self.batch_size):
             rest = f"{size % self.batch_size} samples" if size is not None else "the rest of the samples"
             fault = f"the last batch of an epoch would be {rest}, not {self.batch_size} as compiled"
             errors.add(fault, where=self.where, fix="leave drop_last out: each epoch's order drops other samples")

@@ -23,25 +23,26 @@ from torch.utils.data import DataLoader, Dataset
 from shardc.runtime.data.inputs import leaves, name_of
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.data.sample_errors import Failed
-from shardc.runtime.data.worker import Reader, started
+from shardc.runtime.data.worker import Reader, Stream, started
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import DisagreementError, Fact, fingerprint, hashed
 
 FIX = (
     "return the whole Dataset on every rank, the same one: shardc reads each rank's part of it. (A Subset by the rank's"
-    " number, as in scripts for DDP, loses samples; random numbers that make a dataset need the same seed on all ranks)"
+    " number, as in scripts for DDP, loses samples, and so does split_dataset_by_node of `datasets`; random numbers"
+    " that make a dataset need the same seed on all ranks)"
 )
 
 
 def check(mesh: Any, loader: Loader) -> None:
-    """Raise ShardcError, on all ranks, if samples differ between them. Skips streams. Collective.
+    """Raise ShardcError, on all ranks, if samples differ between them: of a stream, the first. Collective.
 
     Loaders agree in everything else.
     """
     size = loader.order.size
-    if size is None or mesh.layout.world == 1:
+    if mesh.layout.world == 1:
         return
-    indices = sorted({0, size // 2, size - 1})
+    indices = sorted({0, size // 2, size - 1}) if size is not None else [0]
     first = _digests(loader, indices)
     fault = f"the content of the dataset (its samples {', '.join(map(str, indices))})"
     try:
@@ -70,8 +71,23 @@ def _digests(loader: Loader, indices: list[int]) -> list[int | None]:
     """
     options = loader.options | {"persistent_workers": False, "pin_memory": False, "generator": torch.Generator()}
     options["num_workers"] = min(1, options["num_workers"])
+    if loader.order.size is None:
+        stream = Stream(loader.dataset, _digest_of_one, loader.order.seed, 1, [0])
+        try:
+            first = next(started(DataLoader(stream, batch_size=None, collate_fn=_same, **options)), None)
+        except Exception:  # raised, with the sample's name, when the sample is read for training
+            first = None
+        return [None if isinstance(first, Failed) else first]
     reader = Reader(loader.dataset, list, loader.order.seed)
     return list(started(DataLoader(_Digests(reader, indices), batch_size=None, **options)))
+
+
+def _digest_of_one(samples: list[Any]) -> int:
+    return digest(samples[0])
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class _Digests(Dataset[Any]):

@@ -25,7 +25,7 @@ class Order(Sampler[list[Key]]):
     def __init__(
         self, size: int | None, batch: int, mine: Tensor, shuffle: bool, seed: int, rest: bool = False
     ) -> None:
-        self.rest = rest and size is not None
+        self.rest = rest
         self.size, self.batch, self.mine, self.shuffle, self.seed = size, batch, mine, shuffle, seed
         self.epoch = self.consumed = 0
 

@@ -15,17 +15,20 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from shardc.errors import ShardcError
 from shardc.runtime.data.sample_errors import Failed, add_note, named
 from shardc.runtime.data.sampler import Key
+from shardc.runtime.data.samples import Tensors
 from shardc.runtime.launch import SHORTER, short_sockets
 from shardc.runtime.rng import key
+from shardc.torch_private import only_worker
 
 # Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them.
 # Workers are separate processes, and may have been forked while another thread held this lock.
@@ -107,16 +110,34 @@ class Reader(Dataset[Any]):
             return self.dataset[k[1]]
 
 
-class Stream(IterableDataset[Any]):
-    """An iterable dataset as collated local batches; every rank reads all, and keeps its own samples.
+@dataclass(frozen=True)
+class Rest:
+    """The last, smaller batch of an epoch, whole on every rank. `engine.step` handles it."""
 
-    batch: samples in a global batch; mine: their places that this rank reads. epoch, consumed: where to begin.
+    batch: Any
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset as collated local batches: samples are divided by their number in the stream.
+
+    Every rank and every worker reads all of the stream. A worker makes batches of its own global batches, in turn, and
+    of them only the samples of its rank. So order and samples do not depend on mesh and workers; a dataset that
+    divides itself over workers, as `datasets` does, is read as by a single one. batch: samples in a global batch;
+    mine: their places that this rank reads; rest: it also reads samples that fill no batch. epoch, consumed: where to
+    begin.
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, batch: int, mine: Sequence[int]
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        batch: int,
+        mine: Sequence[int],
+        *,
+        rest: bool = False,
     ) -> None:
-        self.dataset, self.collate, self.seed = dataset, collate, seed
+        self.dataset, self.collate, self.seed, self.rest = dataset, collate, seed, rest
         self.batch, self.mine = batch, list(mine)
         self.epoch = self.consumed = 0
 
@@ -130,27 +151,31 @@ class Stream(IterableDataset[Any]):
             yield Failed.of(e)
 
     def _parts(self) -> Iterator[Any]:
-        state = _State()
-        with _draws((self.seed, 3, self.epoch), state):
+        state, worker = _State(), get_worker_info()
+        turn, turns = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        with _draws((self.seed, 3, self.epoch), state), only_worker():
             if hasattr(self.dataset, "set_epoch"):  # as torch's distributed samplers and Hugging Face's datasets do
                 self.dataset.set_epoch(self.epoch)
             stream = iter(self.dataset)
             next(itertools.islice(stream, self.consumed, self.consumed), None)  # skip
         position = self.consumed
-        while True:
+        for number in itertools.count():
             items: list[Any] = []
-            with _draws(state=state):
+            with _draws(state=state), only_worker():
                 try:
                     items.extend(itertools.islice(stream, self.batch))
                 except Exception as e:
                     add_note(e, f"in the iterable dataset's sample {position + len(items)}")
                     raise
-            if len(items) < self.batch:
+            last = len(items) < self.batch
+            if not items or (last and not self.rest):
                 return
-            with _draws((self.seed, 2, self.epoch, position)):
-                part = _collated(self.collate, [items[i] for i in self.mine], [position + i for i in self.mine])
+            if number % turns == turn:
+                mine = range(len(items)) if last else self.mine
+                with _draws((self.seed, 2, self.epoch, position)):
+                    part = _collated(self.collate, [items[i] for i in mine], [position + i for i in mine])
+                yield Rest(part) if last else part
             position += self.batch
-            yield part
 
 
 def started(data: Iterable[Any]) -> Iterator[Any]:
@@ -177,16 +202,22 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
     try:
         return collate(samples)
     except Exception as e:
+        plain = collate if isinstance(collate, Tensors) else None
         none = [n for n, x in zip(numbers, samples, strict=True) if x is None]
+        lacking = [(n, plain.lacking(x)) for n, x in zip(numbers, samples, strict=True)] if plain is not None else []
         if none:
             several = f" ({len(none)} of the {len(samples)} of a batch are)" if none[1:] else ""
             fault = f"sample {none[0]} is None{several}"
             fix = "return a sample for every number, leave it out of the dataset, or drop it in a collate function"
-            if len(none) == len(samples) and collate is not default_collate:
+            if len(none) == len(samples) and plain is None:
                 fault += ": none is left of this rank's part of the batch"
                 fix = "leave it out of the dataset, or return another sample in its place"
             raise ShardcError(fault, where="engine.loader", fix=fix) from e
-        if collate is not default_collate:
+        for number, name in lacking:
+            if name:
+                fix = "give it a value in each sample, leave the sample out of the dataset, or write a collate"
+                raise ShardcError(f"{name!r} of sample {number} is None", where="engine.loader", fix=fix) from e
+        if plain is None:
             add_note(e, f"in the collate function, of samples {_listed(numbers)}")
             raise
         if "equal size" not in str(e):

@@ -525,14 +525,14 @@ class Engine:
         """Return a loader: each `for` over it is an epoch of this rank's parts, for `step(part, local=True)`.
 
         Make it once. `save` and `load` keep its place.
-        dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own
-            samples, and num_workers is at most 1.
+        dataset: map-style (__getitem__, __len__), or iterable: then every rank and every worker reads the whole stream
+            and keeps its own samples. torch's, `datasets`', Grain's, or anything of that shape.
         batch_size: samples in a global batch; default, and only valid value: the compiled one.
         shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
         drop_last: True: samples that fill no batch are left out of that epoch. False: they are the epoch's last,
-            smaller batch, whole on every rank (shardc.recompile); refused for streams, and for a program read from an
-            artifact.
-        collate_fn: samples -> batch as compiled, but of this rank's samples only; default: torch's.
+            smaller batch, whole on every rank (shardc.recompile); refused for a program read from an artifact.
+        collate_fn: samples -> batch as compiled, but of this rank's samples only; default: torch's, after lists of
+            numbers became tensors.
         name: "train"; key in checkpoints; None: not saved. num_workers, pin_memory, ...: as of torch's
         DataLoader. What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the
         same samples. Raises ShardcError for another batch size than the compiled one, and for datasets shorter than a

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardc.ir.program import Program
 from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
-from shardc.runtime.data.loader import Rest
+from shardc.runtime.data.worker import Rest
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.interpreter import Interpreter

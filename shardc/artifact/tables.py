@@ -58,7 +58,7 @@ class Facts(BaseModel):
     pass_seconds: dict[str, Seconds] = {}
     shard: list[str] = []
     model_ref: str = ""
-    example: dict[Literal["batch", "seq"], Positive | None] = {}
+    example: dict[Literal["batch", "seq", "data"], Positive | str | None] = {}
     source: Sources | None = None
 
 

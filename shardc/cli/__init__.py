@@ -6,6 +6,7 @@ ranks/          runs the ranks of run, score and generate: starts the processes,
 
 Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
 
+init                        writes a model file and a spec for a folder of transformers
 compile, inspect, verify    write an artifact from a model and a spec; show it; compare it with one device
 run, plan                   train; find the fastest spec for a number of devices
 cost                        shows where the time of a step goes, and where a run differs from the prediction
@@ -34,7 +35,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from shardc.cli.options import Command, option
 
 #: The commands, a file each, in the order of the help.
-COMMANDS = "compile inspect verify run score generate export plan cost rules device spec"
+COMMANDS = "init compile inspect verify run score generate export plan cost rules device spec"
 
 app = typer.Typer(
     name="shardc",

@@ -214,9 +214,9 @@ def program_of(
         if named.forward or named.score:
             fault, fix = "the options of a compiled DIR are fixed", "compile the model with it: -o DIR"
             raise ShardcError(fault, where="--forward" if named.forward else "--score", fix=fix)
-        if spec is not None or named.mesh or named.overrides or named.batch or named.seq:
-            fault = "a compiled DIR already contains its spec and the sizes of its batch"
-            fix = "leave out the spec, --mesh, --set, --batch and --seq, or compile the model again"
+        if spec is not None or named.mesh or named.overrides or named.batch or named.seq or named.data:
+            fault = "a compiled DIR already contains its spec and the sizes of its batch, and names its data"
+            fix = "leave out the spec, --mesh, --set, --data, --batch and --seq, or compile the model again"
             raise ShardcError(fault, where=source, fix=fix)
         program = _loaded(source, trust=named.trust, model=named.model_file)
         _check_source(source, program, named.model_file, refuse=not as_compiled)
@@ -229,7 +229,8 @@ def program_of(
     from shardc.cli import model_file
     from shardc.compile import compile
 
-    file = model_file.load(source, batch=named.batch, seq=named.seq)
+    data = str(Path(named.data).expanduser().resolve()) if named.data else None
+    file = model_file.load(source, batch=named.batch, seq=named.seq, data=data)
     module = file.on_meta()
     with console.status("compiling") as status:
         program = compile(
@@ -247,14 +248,18 @@ def program_of(
     names = model_file.captured(file.ref)
     return replace(
         program,
-        meta=program.meta | {"model_ref": file.ref, "example": {"batch": named.batch, "seq": named.seq}},
+        meta=program.meta | {"model_ref": file.ref, "example": {"batch": named.batch, "seq": named.seq, "data": data}},
         origins=(*((model_file.source_of(file.ref), name) for name in names), *program.origins),
     )
 
 
-def example_sizes(program: Program) -> dict[str, int]:
-    """Return the batch size and the sequence length of an hf: model's example batch, if they were set."""
-    return {k: n for k, n in program.meta.get("example", {}).items() if k in ("batch", "seq") and n is not None}
+def example_sizes(program: Program) -> dict[str, Any]:
+    """Return the batch size, the sequence length and the data of an hf: model, those that were set.
+
+    The data of a compiled folder, which may come from anybody, may be a Python file: only an absolute path counts.
+    """
+    given = {k: x for k, x in program.meta.get("example", {}).items() if k in ("batch", "seq", "data") and x}
+    return {k: x for k, x in given.items() if k != "data" or os.path.isabs(x)}
 
 
 def _check_source(folder: str, program: Program, model: str | None, *, refuse: bool) -> None:

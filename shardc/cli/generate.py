@@ -17,7 +17,7 @@ from shardc.optional import needed
 Source = Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")]
 
 
-@names_program("forward", "score", "batch", "seq", "trust", "model_file", model=Source)
+@names_program("forward", "score", "batch", "seq", "data", "trust", "model_file", model=Source)
 def command(
     named: Named,
     prompt: Annotated[list[str] | None, option("prompt text; repeat for several, which are generated together")] = None,

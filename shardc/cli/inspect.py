@@ -132,7 +132,7 @@ def _coverage(named: Named, show: common.Show) -> None:
     from shardc.cli import model_file
     from shardc.report.coverage import coverage
 
-    file = model_file.load(named.model, batch=named.batch, seq=named.seq)
+    file = model_file.load(named.model, batch=named.batch, seq=named.seq, data=named.data)
     with common.console.status("capturing"):
         covered = coverage(file.on_meta(), file.batch, loss=file.loss)
     show(str(covered), covered.to_json())

@@ -16,7 +16,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,14 +26,15 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from shardc.artifact.model_source import WHOLE
 from shardc.cli import config_file, hidden_modules
 from shardc.errors import ShardcError
 from shardc.ir.similar_names import nearest
 from shardc.ir.source import is_users
-from shardc.optional import install
+from shardc.optional import install, needed
+from shardc.runtime.data.samples import is_map_style
 from shardc.runtime.launch import short_sockets
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.pretrained import lazily
@@ -91,17 +93,21 @@ class ModelFile:
             return self.build()
 
 
-def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: int = 0) -> ModelFile:
+def load(
+    ref: str, *, batch: int | None = None, seq: int | None = None, seed: int = 0, data: str | None = None
+) -> ModelFile:
     """Read a model reference. Raises ShardcError, with file and line, for each fault in the file.
 
-    batch, seq: sizes of the example batch of an `hf:` model. seed: seeds `random`, numpy and torch before the file's
-    model() and batch(), so that all ranks get the same result.
+    batch, seq: sizes of the example batch of an `hf:` model. data: what such a model is trained on: a Python file with
+    data(split), and what else of OPTIONAL it needs, or a .jsonl file of conversations. seed: seeds `random`, numpy and
+    torch before the file's model() and batch(), so that all ranks get the same result.
     """
     if ref.startswith("hf:"):
-        return _transformers(ref, batch or 8, seq or 128)
-    if batch is not None or seq is not None:
-        fault = "--batch and --seq belong to hf: models; the batch() of a model file sets its own"
-        raise ShardcError(fault, where=ref, fix="leave them out, or edit batch()")
+        file = _transformers(ref, batch or 8, seq or 128)
+        return file if data is None else _with_data(file, data, batch or 8, seq or 128, seed)
+    if batch is not None or seq is not None or data is not None:
+        fault = "--batch, --seq and --data belong to hf: models; batch() and data() of a model file say it"
+        raise ShardcError(fault, where=ref, fix="leave them out, or edit batch() and data()")
     path = _existing(path_of(ref), ref)
     builder = "" if ref.endswith(".py") else ref.partition(":")[2]
     module = _import(path)
@@ -128,12 +134,17 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
     if not isinstance(example, (dict, tuple, list, Tensor)):
         fault = f"batch() returns a {type(example).__name__}"
         raise ShardcError(fault, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
-    more = {"data": PARTS} if takes_parts(getattr(module, "data", None)) else {}
-    optional: dict[str, Any] = {
-        name: _function(module, path, name, *arguments, *more.get(name, ())) for name, arguments in OPTIONAL.items()
-    }
+    optional = _optional(module, path)
     full = f"{path.resolve()}{':' + builder if builder else ''}"
     return ModelFile(full, checked, example, **optional, weights=_weights(vars(module).get("weights"), path))
+
+
+def _optional(module: ModuleType, path: Path) -> dict[str, Any]:
+    """Return the functions of OPTIONAL, None for each that the file does not have."""
+    more = {"data": PARTS} if takes_parts(getattr(module, "data", None)) else {}
+    return {
+        name: _function(module, path, name, *arguments, *more.get(name, ())) for name, arguments in OPTIONAL.items()
+    }
 
 
 def _weights(named: Any, path: Path) -> Path | None:
@@ -407,3 +418,37 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     if folder is None and has_weights(path.parent):
         note = f"weights: random; those beside the config are not read (hf:{path.parent} reads them)"
     return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()}, weights=weights, note=note)
+
+
+def _with_data(file: ModelFile, data: str, batch: int, seq: int, seed: int) -> ModelFile:
+    """Return a model of transformers with the data of --data. Its example batch then has the form of these data."""
+    if Path(data).suffix != ".py":
+        of_file = needed("text", "data_file", "chats_of")(source_of(file.ref).parent, file.on_meta, data, batch, seq)
+        return replace(file, **of_file)
+    path = _existing(data, data, "file", "a Python file with data(split)")
+    module = _import(path)
+    optional = _optional(module, path)
+    if optional["data"] is None:
+        fix = "define data(split), which returns a dataset for 'train', and one or None for 'valid'"
+        raise ShardcError("the file has no data()", where=data, fix=fix)
+    make_batch = _function(module, path, "batch")
+    with _users(path, "batch()" if make_batch else "data('train')"):
+        seed_everything(seed)
+        example = make_batch() if make_batch else _example(optional, batch)
+    return replace(file, batch=example, **optional)
+
+
+def _example(optional: Mapping[str, Any], batch: int) -> Any:
+    """Return a global batch of the first samples of data('train')."""
+    source, collate = optional["data"]("train"), optional["collate"] or torch.utils.data.default_collate
+    if isinstance(source, DataLoader):
+        return next(iter(source))
+    samples = [source[i] for i in range(min(batch, len(source)))] if is_map_style(source) else [*islice(source, batch)]
+    if len(samples) < batch:
+        fix = f"give more, or --batch {len(samples)}" if samples else "give some"
+        raise ShardcError(f"data('train') has {len(samples)} samples, and a batch {batch}", where="data", fix=fix)
+    try:
+        return collate(samples)
+    except (TypeError, RuntimeError, KeyError) as e:
+        fix = "define collate(samples), which makes a batch of them, or batch(), which returns an example batch"
+        raise ShardcError(f"the samples of data('train') make no batch: {e}", where="data", fix=fix) from e

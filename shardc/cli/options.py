@@ -43,6 +43,9 @@ JsonOption = Annotated[bool, option("print one JSON document on stdout and nothi
 BatchOption = Annotated[int | None, option("batch size of an hf: model's example batch", min=1)]
 SeqOption = Annotated[int | None, option("sequence length of an hf: model's example batch", min=1)]
 NprocOption = Annotated[int | None, option("processes on this machine; default: what the mesh needs", min=1)]
+DataOption = Annotated[
+    str | None, option("train an hf: model on this: a Python file with data(split), or chats.jsonl of conversations")
+]
 FullOption = Annotated[bool, option("show every layer (by default equal layers are folded)")]
 DebugOption = Annotated[bool, option("show the traceback of an error")]
 PushOption = Annotated[str | None, option("upload the weights and their card to ORG/NAME of the Hugging Face hub")]
@@ -67,6 +70,7 @@ class Named:
     score: Annotated[bool, option("forward only: return the log-probability of each target of the loss")] = False
     batch: BatchOption = None
     seq: SeqOption = None
+    data: DataOption = None
     trust: Annotated[bool, option("accept a compiled DIR whose files were edited")] = False
     model_file: Annotated[
         str | None, option("with a compiled DIR: the model file, if not the one it was compiled from", "--model")

@@ -5,6 +5,7 @@ matrices        optimizers over whole matrices, each with an owner  reshard     
 fp8             products of numbers of 8 bits                       sequence     long sequences, split over ranks
 hub             model cards, and uploads to the Hugging Face hub
 trackers        a run in W&B, MLflow, TensorBoard, OpenTelemetry
+text            rows of tokens, of chats and documents
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 

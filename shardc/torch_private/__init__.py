@@ -64,6 +64,7 @@ from shardc.torch_private.processes import (
     default_store,
     flight_record,
     let_workers_end,
+    only_worker,
     process_groups,
 )
 from shardc.torch_private.replacements import (
@@ -140,6 +141,7 @@ __all__ = [
     "no_compiler",
     "no_modes",
     "norms",
+    "only_worker",
     "overload_of",
     "plain_checkpoints",
     "plain_indexing",

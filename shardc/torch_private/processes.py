@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch._C import _distributed_c10d as _c10d  # the flight recorder, which has no public name
@@ -11,6 +13,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # outlives process groups
     _world,  # has the number of process groups, a part of the next one's name
 )
+from torch.utils.data._utils import worker as _worker  # what get_worker_info() returns
 
 
 def process_groups() -> tuple[int, int]:
@@ -54,3 +57,15 @@ def let_workers_end() -> None:
         kept = dict(zip(handler.__code__.co_freevars, handler.__closure__ or (), strict=True))
         before = kept["previous_handler"].cell_contents if "previous_handler" in kept else None
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+
+
+@contextmanager
+def only_worker() -> Iterator[None]:
+    """Show a DataLoader's worker to the user's code as its only one, so that a dataset does not divide itself."""
+    info = _worker._worker_info
+    if info is not None and info.num_workers > 1:
+        _worker._worker_info = _worker.WorkerInfo(id=0, num_workers=1, seed=info.seed, dataset=info.dataset)
+    try:
+        yield
+    finally:
+        _worker._worker_info = info

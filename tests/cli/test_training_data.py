@@ -251,8 +251,14 @@ def test_a_seed_of_data_that_decides_nothing_is_told(make: Any, told: bool) -> N
     def loader(dataset: Any, **options: Any) -> Any:
         return SimpleNamespace(order=SimpleNamespace(size=8, rest=False), batch_size=4)
 
+    program = shardc.compile(
+        torch.nn.Linear(3, 3), {"input": torch.zeros(4, 3)}, {"shardc": 1}, loss=lambda y, _: y.mean()
+    )
     found = batches(
-        SimpleNamespace(loader=loader), SimpleNamespace(data=lambda split: make(), collate=None), "train", 3
+        SimpleNamespace(loader=loader, program=program),
+        SimpleNamespace(data=lambda split: make(), collate=None),
+        "train",
+        3,
     )
     assert found is not None
     assert ("drawn from --seed 3: the seed 7 that data() sets does not reach its epochs" in found.description) == told

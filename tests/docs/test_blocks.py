@@ -19,6 +19,7 @@ from docs import generate
 from shardc.cli import app
 from shardc.spec import Spec
 from tests.docs.pages import PAGES, README, Block, Page
+from tests.features.text import chat_folder
 
 # Sections of the documentation's fragments name axes of a mesh that the page shows elsewhere, or not at all.
 MESH = {"pp": 4, "dp_outer": 2, "dp": 2, "ep": 2, "tp": 2, "cp": 2}
@@ -34,6 +35,8 @@ def test_python(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     generate.example(tmp_path)
     (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
+    if "hf:base" in page.text:
+        chat_folder.write_all(tmp_path)
     names: dict[str, Any] = {"torch": torch, "shardc": shardc}
     exec(compile((tmp_path / "model.py").read_text(), str(tmp_path / "model.py"), "exec"), names)
     names |= {"model": names["model"](), "batch": names["batch"]()}

@@ -2,6 +2,7 @@
 
 A page's commands run in order, in a folder with README's example, the model of the second tutorial (lm.py), and the
 files that the page itself introduces: a line that begins with the file's name in backquotes, then a code block.
+A page with `hf:base` also has a model in `base`, and chats.jsonl.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from docs import generate
 from shardc.cli import app
 from tests.docs.pages import PAGES, ROOT, Page
+from tests.features.text import chat_folder
 
 LM = ROOT / "docs" / "tutorial" / "from-ddp-to-3d.md"
 _FILE = re.compile(
@@ -61,6 +63,8 @@ def test_its_commands(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "150")
     generate.example(tmp_path)
     (tmp_path / "lm.py").write_text(dict(_FILE.findall(LM.read_text()))["lm.py"])
+    if "hf:base" in page.text:
+        chat_folder.write_all(tmp_path)
     steps = sorted([*_FILE.finditer(page.text), *_RUN.finditer(page.text)], key=lambda found: found.start())
     for step in steps:
         if step.re is _FILE:

@@ -27,10 +27,10 @@ class Job(BaseModel, frozen=True):
     """The work of a run's processes, as `shardc run`, `score` or `generate` writes it to a file.
 
     program: artifact folder. model: model reference. settings: the spec's section `run:`, updated with command-line
-    options. example: sizes of an hf: model's example batch. weights: file or folder to begin from, or "": those of the
-    model file. quiet: print no lines (--json). folder: the temporary folder of the run. trust: run an edited artifact.
-    joined: torchrun or Slurm started the processes. debug: tracebacks show all frames, not only those of the user's
-    code. overwrite: replace the log. lr: the learning rate in place of the spec's.
+    options. example: sizes of an hf: model's example batch, and its data. weights: file or folder to begin from, or "":
+    those of the model file. quiet: print no lines (--json). folder: the temporary folder of the run. trust: run an
+    edited artifact. joined: torchrun or Slurm started the processes. debug: tracebacks show all frames, not only those
+    of the user's code. overwrite: replace the log. lr: the learning rate in place of the spec's.
 
     resume: folder, or "". load: the other arguments of Engine.load. split: split of the data to score
     (shardc.cli.ranks.forward_jobs); "": train. rows: file for the scores of each row, or "". prompts: token ids of each
@@ -40,7 +40,7 @@ class Job(BaseModel, frozen=True):
     program: str
     model: str
     settings: Run = Run()
-    example: dict[str, int] = {}
+    example: dict[str, int | str] = {}
     weights: str = ""
     quiet: bool = False
     folder: str = ""
@@ -65,7 +65,8 @@ class Job(BaseModel, frozen=True):
 def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
     """Return the model file, the program, and this rank's mesh. Collective."""
     settings = job.settings
-    file = model_file.load(job.model, **job.example, seed=settings.seed)
+    example: dict[str, Any] = job.example
+    file = model_file.load(job.model, **example, seed=settings.seed)
     program = load(job.program, trust=job.trust, as_compiled=True)
     forward = "score" if program.scores else program.forward_only and (file.outputs or True)
     program = dataclasses.replace(program, resize=Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch))

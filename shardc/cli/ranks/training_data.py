@@ -8,8 +8,9 @@ of its rank.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shardc.cli.model_file import seed_everything, takes_parts
 from shardc.errors import ShardcError
 from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader
+from shardc.runtime.data.samples import Again, first, is_batch, is_map_style
 from shardc.runtime.data.worker import started
 
 
@@ -108,16 +110,47 @@ class Batches:
         return started(self._source)
 
 
+#: Held-out data of a run: one set, several by their names, or none.
+HeldOut = Batches | dict[str, Batches] | None
+
+
 def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False) -> Batches | None:
     """Return the batches of data(split) of a model file, or None if there is no data() or it returns None.
 
-    engine.loader reads a map-style Dataset, and the dataset of a DataLoader that is in order or shuffled (its sampler
-    is replaced by one that is the same on every mesh). Anything else must yield global batches; with data(split, part,
-    parts), this rank's part of each. whole: read every sample of a Dataset once, in order, also in a smaller last
-    batch.
+    engine.loader reads a dataset or a stream of samples, and the dataset of a DataLoader that is in order or shuffled
+    (its sampler is replaced by one that is the same on every mesh). Anything else must yield global batches
+    (shardc.runtime.data.samples has the rule); with data(split, part, parts), this rank's part of each. whole: read
+    every sample once, in order, also in a smaller last batch.
     """
+    source, make, seeds = _called(engine, file, split, seed)
+    if isinstance(source, Mapping) and not any(isinstance(x, Tensor) for x in source.values()):
+        fault = f"data({split!r}) returns several datasets ({', '.join(map(str, source))})"
+        fix = "return one of them, or a mixture: shardc.text.mix(datasets). data('valid') of a run may return several"
+        raise ShardcError(fault, where="data", fix=fix)
+    return None if source is None else _batches(engine, file, split, seed, source, make, seeds, whole=whole)
+
+
+def held_out(engine: Any, file: Any, seed: int) -> HeldOut:
+    """Return the held-out data of a run, by their names if data('valid') returns a dict of datasets."""
+    source, make, seeds = _called(engine, file, "valid", seed)
+    if not isinstance(source, Mapping) or any(isinstance(x, Tensor) for x in source.values()):
+        return None if source is None else _batches(engine, file, "valid", seed, source, make, seeds)
+    sets = {str(name): x for name, x in source.items() if x is not None}
+    again = {name: functools.partial(lambda of: make()[of], name) for name in sets}
+    return {n: _batches(engine, file, "valid", seed, x, again[n], seeds) for n, x in sets.items()} or None
+
+
+def described(valid: HeldOut) -> str:
+    """Describe held-out data for the header of a run; "" if there are none."""
+    if isinstance(valid, dict):
+        return "; ".join(f"{name}: {x.description}" for name, x in valid.items())
+    return valid.description if valid is not None else ""
+
+
+def _called(engine: Any, file: Any, split: str, seed: int) -> tuple[Any, Callable[[], Any], list[int]]:
+    """Return what data(split) returns, a function that calls it again, and the seeds that it has set."""
     if file.data is None:
-        return None
+        return None, lambda: None, []
     by_parts = takes_parts(file.data)
     part, parts = engine.part if by_parts else (0, 1)
 
@@ -128,22 +161,41 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
     seed_everything(seed, 0, *((part,) if by_parts else ()))
     our_seed = torch.initial_seed()
     try:
-        source, train = make(), split == "train" and not whole
+        source = make()
     except KeyError as e:
         if split == "valid" and e.args == (split,):
             fault, fix = "data('valid') raises KeyError: 'valid'", "return None for 'valid' if nothing is held out"
             raise ShardcError(fault, where="data", fix=fix) from e
         raise
-    if source is None:
-        return None
-    seeds = [torch.initial_seed()] if torch.initial_seed() != our_seed else []
+    return source, make, [torch.initial_seed()] if torch.initial_seed() != our_seed else []
+
+
+def _batches(
+    engine: Any,
+    file: Any,
+    split: str,
+    seed: int,
+    source: Any,
+    make: Callable[[], Any],
+    seeds: list[int],
+    *,
+    whole: bool = False,
+) -> Batches:
+    """Return the batches of what data() returned. make: calls it again; seeds: that it has set."""
+    by_parts, train = takes_parts(file.data), split == "train" and not whole
     _check_kind(source, by_parts)
     kind, options = type(source).__name__, None if by_parts else _taken_over(source)
-    if _is_map_style(source):
+    samples = options is None and not by_parts and _gives_samples(engine, file, source)
+    if samples and isinstance(source, Iterator):
+        source = Again(make)
+    stream = not is_map_style(source)
+    if samples:
         # held-out data includes a smaller last batch, if the program can be compiled for it
         dropped = train or (not whole and engine.program.resize is None)
-        options = {"shuffle": train, "collate_fn": file.collate, "drop_last": dropped}
+        options = {"shuffle": train and not stream, "collate_fn": file.collate, "drop_last": dropped}
     if options is None:
+        source = make() if isinstance(source, Iterator) and not by_parts else source  # its first element was read
+        part, parts = engine.part if by_parts else (0, 1)
         description = f"part {part} of {parts} of each global batch, of a {kind}"
         if not by_parts:
             description = f"global batches of a {kind}"
@@ -155,9 +207,9 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
             options |= {"shuffle": False, "drop_last": False} if whole else {}
             dataset, how = source.dataset, f" of a DataLoader, {'shuffled' if options['shuffle'] else 'in order'}"
             generator = source.generator or getattr(getattr(source.batch_sampler, "sampler", None), "generator", None)
-            seeds += [generator.initial_seed()] if generator is not None else []  # shardc does not use it
+            seeds = [*seeds, generator.initial_seed()] if generator is not None else seeds  # shardc does not use it
         loader = engine.loader(dataset, seed=seed, name=split if train else None, **options)
-        result = Batches(loader, make, seed, local=True, resumes=True, description=f"{_samples(loader)}{how}")
+        result = Batches(loader, make, seed, local=True, resumes=True, description=f"{_samples(loader, dataset)}{how}")
         draws = options["shuffle"]
     if seeds and draws:
         note = f"drawn from --seed {seed}: the seed {seeds[0]} that data() sets does not reach its epochs"
@@ -165,13 +217,22 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
     return result
 
 
-def _is_map_style(source: Any) -> bool:
-    return isinstance(source, Dataset) and not isinstance(source, IterableDataset)
+def _gives_samples(engine: Any, file: Any, source: Any) -> bool:
+    """Return whether a dataset or iterable gives samples, and no global batches, by its first element."""
+    if is_map_style(source) and isinstance(source, Dataset):
+        return True
+    if isinstance(source, (DataLoader, Tensor)):
+        return False
+    try:
+        elements = first(source)
+    except Exception:  # raised again, and reported, when the element is read for training
+        return False
+    return bool(elements) and not is_batch(engine.program, elements[0], file.collate is not None)
 
 
 def _check_kind(source: Any, by_parts: bool) -> None:
     """Raise ShardcError for a tensor (its rows would be batches), a DistributedSampler, or a Dataset by parts."""
-    if by_parts and _is_map_style(source):
+    if by_parts and isinstance(source, Dataset) and is_map_style(source):
         fault = f"data(split, part, parts) returns a {type(source).__name__}, but each rank reads its part anyway"
         raise ShardcError(fault, where="data", fix="write data(split), which returns all of it")
     if isinstance(source, Tensor):
@@ -187,8 +248,10 @@ def _check_kind(source: Any, by_parts: bool) -> None:
         raise ShardcError(f"{fault} too, so they would be split twice", where="data", fix=f"{fix} its own samples")
 
 
-def note_same_data(train: Batches, valid: Batches) -> None:
+def note_same_data(train: Batches, valid: Batches | dict[str, Batches]) -> None:
     """Note in the description of held-out data if they are the training data (data() ignores its split)."""
+    if isinstance(valid, dict):
+        return
     loaders = train._source, valid._source
     if all(isinstance(x, Loader) for x in loaders) and same_samples.is_same_data(*loaders):
         valid.description += " (the training data: data('valid') returns the same as data('train'))"
@@ -208,16 +271,21 @@ def example(file: Any, seed: int, often: str = ", repeated") -> Batches:
     once = [file.batch]
     description = f"the one example batch of batch(){often} (the model file has no data())"
     if file.ref.startswith("hf:"):
-        description = f"one batch of random ids{often} (for other data write a model.py with data(split))"
+        description = f"one batch of random ids{often} (--data chats.jsonl or FILE.py trains on others)"
     return Batches(once, lambda: once, seed, local=False, description=description, endless=True)
 
 
-def _samples(loader: Loader) -> str:
-    """Describe the number of samples, and how many of them an epoch omits because they fill no batch."""
-    size = loader.order.size or 0
+def _samples(loader: Loader, dataset: Any) -> str:
+    """Describe the number of samples, and how many of them an epoch omits because they fill no batch.
+
+    A dataset may say more of itself, in its attribute `description`.
+    """
+    if loader.order.size is None:
+        return str(getattr(dataset, "description", f"a stream of samples, of a {type(dataset).__name__}"))
+    size = loader.order.size
     left = 0 if loader.order.rest else size % loader.batch_size
     left_out = f", {left} of which an epoch leaves out (batches of {loader.batch_size})" if left else ""
-    return f"{size} samples{left_out}"
+    return f"{getattr(dataset, 'description', f'{size} samples')}{left_out}"
 
 
 def _taken_over(loader: Any) -> dict[str, Any] | None:
@@ -233,7 +301,8 @@ def _taken_over(loader: Any) -> dict[str, Any] | None:
         return None
     sampler = batches.sampler  # with `batch_sampler=` the DataLoader's `sampler` is unused
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-    if isinstance(dataset, IterableDataset) or not plain or len(sampler) != len(dataset):  # type: ignore[arg-type]
+    stream = isinstance(dataset, IterableDataset)
+    if not stream and (not plain or len(sampler) != len(dataset)):  # type: ignore[arg-type]
         return None
     return {
         "batch_size": batches.batch_size,

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardc.cli.ranks.best import Best
 from shardc.cli.ranks.step_lines import StepLines
 from shardc.cli.ranks.step_metrics import Meter, timed_ops
-from shardc.cli.ranks.training_data import Batches
+from shardc.cli.ranks.training_data import Batches, HeldOut
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
 from shardc.runtime.mesh.agreement import SAME_BATCH, DisagreementError, differ
@@ -72,7 +72,7 @@ class Training:
     settings: Run
     engine: Any
     train: Batches
-    valid: Batches | None
+    valid: HeldOut
     lines: StepLines
     signals: Signals
     saved: int | None = None  # the last step that was saved, or is being saved
@@ -356,6 +356,7 @@ class Training:
     def held_out(self) -> dict[str, float]:
         """Return {"loss": ..., name: ...} over all held-out batches (Engine.evaluate_all); {} without any.
 
+        Of several sets, each one's values are at NAME/loss, ..., and `loss` is the mean of the sets' losses.
         Also {} if a signal stops it: the mean of some of the batches is not that of all.
         """
         if self.valid is None:
@@ -366,8 +367,14 @@ class Training:
         step, values = self.engine.step_count, dict[str, float]()
         if self.evaluated[0] == step:
             return dict(self.evaluated[1])
-        with self._save_on_failure(f"the evaluation after step {step}"), suppress(NoBatchesError, _Stopped):
-            values = self.engine.evaluate_all(self._held_out_batches(self.valid), local=self.valid.local)
+        sets, of_sets = self.valid if isinstance(self.valid, dict) else {"": self.valid}, dict[str, dict[str, float]]()
+        with self._save_on_failure(f"the evaluation after step {step}"), suppress(_Stopped):
+            for name, valid in sets.items():
+                with suppress(NoBatchesError):
+                    of_sets[name] = self.engine.evaluate_all(self._held_out_batches(valid), local=valid.local)
+            values = of_sets.get("") or {f"{name}/{n}": x for name, of in of_sets.items() for n, x in of.items()}
+            if "" not in of_sets and of_sets:
+                values["loss"] = sum(of["loss"] for of in of_sets.values()) / len(of_sets)
             self.evaluated = step, dict(values)
         if not values and not self.stopped and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True

@@ -26,7 +26,7 @@ from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, save_lock, training_data
 from shardc.cli.ranks.job import Job, joined, weights_of
 from shardc.cli.ranks.step_lines import StepLines, header, optimizer_text
-from shardc.cli.ranks.training_data import Batches
+from shardc.cli.ranks.training_data import Batches, HeldOut
 from shardc.cli.ranks.training_loop import Interrupted, Signals, Training, peak_memory
 from shardc.cli.ranks.user_frames import one_line, place, users_traceback
 from shardc.collector import collect_as_usual
@@ -108,7 +108,7 @@ def run(job: Job) -> dict[str, Any]:
         begin_from = [f"weights: those of {job.resume}"]
         begin_from += ["learning rates: the model file's, at its step"] * job.load["new_schedule"]
         begin_from += ["data: from its beginning"] * job.load["new_data"]
-    held_out_data = valid.description if valid is not None else ""
+    held_out_data = training_data.described(valid)
     lines.say(header(program, engine, train.description, held_out_data, training.steps, begin_from))
     for note in _unused(job, file, program):
         lines.say(note)
@@ -187,11 +187,11 @@ def _unused(job: Job, file: ModelFile, program: Program) -> Iterator[str]:
         yield "note: the spec's schedule is not used: scheduler(optimizer) of the model file makes it"
 
 
-def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:
+def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, HeldOut]:
     """Return the training data and the held-out data. A resumed run uses the seed of its checkpoint."""
     seed, fix = engine.rng.seed, "return an iterable of global batches, or a torch Dataset"
     train = training_data.needed(engine, file, "train", seed, where=job.model, fix=fix)
-    valid = training_data.batches(engine, file, "valid", seed)
+    valid = training_data.held_out(engine, file, seed)
     if valid is not None and engine.mesh.rank == 0:  # which prints it
         training_data.note_same_data(train, valid)
     return train, valid

@@ -24,8 +24,8 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.stored import Input
-from shardc.runtime.data.loader import Loader, Rest
-from shardc.runtime.data.worker import started
+from shardc.runtime.data.loader import Loader
+from shardc.runtime.data.worker import Rest, started
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from tests import example_program, warm
@@ -588,22 +588,10 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
         r"batch_size is 4, but the program was compiled for global batches of 8 samples\n  fix: leave",
     ),
     (
-        "a stream's rest",
-        Endless(21),
-        {"drop_last": False},
-        r"the last batch of an epoch would be the rest of the samples, not 8",
-    ),
-    (
         "shuffled stream",
         Endless(21),
         {"shuffle": True},
         r"an iterable dataset has its own order\n  fix: leave shuffle out",
-    ),
-    (
-        "workers of a stream",
-        Endless(21),
-        {"num_workers": 2},
-        r"2 workers would each read the iterable dataset from the start",
     ),
     ("sampler", Numbers(16), {"sampler": [1]}, r"sampler is set by the loader"),
     ("a DataLoader", DataLoader(Numbers(16)), {}, r"a DataLoader is not a dataset\n  fix: pass its dataset"),

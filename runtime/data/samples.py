@@ -1,0 +1,153 @@
+"""Tell samples from global batches, and make batches of samples as `datasets`, Grain and others give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.data.inputs import Path, batch_dims, leaves, name_of, type_name
+
+
+def is_map_style(data: Any) -> bool:
+    """Return whether elements are read by number: torch's Dataset, `datasets`', Grain's, a list, and such."""
+    if isinstance(data, (Mapping, Tensor, str, DataLoader, IterableDataset)):
+        return False
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def is_batch(program: Program, element: Any, collate: bool) -> bool:
+    """Return whether what data() gives first is a global batch, and no sample.
+
+    The rule: an element that gives inputs with as many dims as they were compiled with is a global batch; one with
+    other dims, or one that only `collate` can read, is a sample. Raises ShardcError for an element with all dims but
+    one row: it may be either.
+    """
+    dims, given = batch_dims(program), False
+    for x in program.inputs:
+        leaf = _at(element, x.path)
+        if (d := dims[x.name]) is None or (shape := _shape(leaf)) is None:
+            continue
+        given = True
+        if len(shape) != len(x.shape):
+            return False
+        if shape[d] == 1 < x.shape[d]:
+            fault = f"data() gives {type_name(x.dtype, shape)}: is it a sample, or a global batch of one row?"
+            fix = f"give a sample without its dim {d} of 1 (x.squeeze({d})), or begin with a batch of {x.shape[d]} rows"
+            raise ShardcError(fault, where=name_of(x.path), fix=fix)
+    return given or not collate
+
+
+def _at(element: Any, path: Path) -> Any:
+    """Return the value at a path in a nested element; None if there is none."""
+    for key in path:
+        element = dict(_items(element)).get(key)
+    return element
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the entries of a mapping, a named tuple or a sequence, as paths of inputs name them."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    """Return the shape of numbers: of a tensor, an array, a number, or lists of numbers. None for anything else."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return ()
+    if hasattr(leaf, "shape"):
+        return tuple(leaf.shape)
+    if not isinstance(leaf, (list, tuple)) or not leaf:
+        return (0,) if isinstance(leaf, (list, tuple)) else None
+    inner = _shape(leaf[0])
+    return None if inner is None else (len(leaf), *inner)
+
+
+class Again:
+    """An iterable that is made anew for each reading: data() returns an iterator, which can be read once."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+def first(data: Iterable[Any]) -> list[Any]:
+    """Return the first element, in a list; [] if there is none."""
+    if isinstance(data, (list, tuple)) or not is_map_style(data):
+        elements = iter(data)
+        one = [x for x, _ in zip(elements, range(1), strict=False)]
+        if hasattr(elements, "close"):
+            elements.close()
+        return one
+    return [data[0]] if len(data) else []  # type: ignore[index, arg-type]
+
+
+class Tensors:
+    """torch's default collate, for samples of plain Python too.
+
+    Lists of numbers, and numbers, of an input become tensors of the dtype that it was compiled with. Columns that the
+    program does not take, and of which torch makes no tensor, are left out: texts, None. A tensor that it does not take
+    stays, and is an error of the step: it may be a mask that the model needs.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.dtypes = {x.path: x.dtype for x in program.inputs}
+        self.wanted = {path[0] for path in (*self.dtypes, *dict(program.baked)) if path}
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if all(isinstance(x, Mapping) for x in samples):
+            kept = [name for name in samples[0] if name in self.wanted or _numbers([x.get(name) for x in samples])]
+            samples = [{name: x[name] for name in kept if name in x} for x in samples]
+        return default_collate([self._tensors(x, ()) for x in samples])
+
+    def _tensors(self, value: Any, path: Path) -> Any:
+        if path in self.dtypes:
+            return _tensor(value, self.dtypes[path])
+        if isinstance(value, Mapping):
+            return {k: self._tensors(x, (*path, k)) for k, x in value.items()}
+        if isinstance(value, (list, tuple)):
+            if any(p[: len(path)] == path for p in self.dtypes):
+                items = [self._tensors(x, (*path, key)) for key, x in _items(value)]
+                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return _tensor(value, None)
+        return value
+
+    def lacking(self, sample: Any) -> str:
+        """Return the name of an input that is None in a sample; "" if there is none."""
+        if not isinstance(sample, Mapping):
+            return ""
+        return next((str(p[0]) for p in self.dtypes if p and p[0] in sample and sample[p[0]] is None), "")
+
+
+def _tensor(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return numbers of Python as a tensor, of this dtype if it is of the same kind; anything else as it is."""
+    arrays = isinstance(value, (list, tuple)) and bool(value) and hasattr(value[0], "__array__")
+    if _shape(value) is None or hasattr(value, "shape") or (arrays and dtype is None):
+        return value
+    made = torch.tensor(np.stack(value) if arrays else value)
+    same = dtype is not None and (made.is_floating_point(), made.is_complex(), made.dtype == torch.bool) == (
+        dtype.is_floating_point,
+        dtype.is_complex,
+        dtype == torch.bool,
+    )
+    return made.to(dtype) if same or (dtype is not None and not made.numel()) else made
+
+
+def _numbers(values: list[Any]) -> bool:
+    """Return whether torch makes a tensor of these values of a column that the program does not take."""
+    try:
+        made = default_collate([_tensor(x, None) if isinstance(x, (list, tuple)) else x for x in values])
+    except Exception:  # any: a type that it does not know, sizes that differ
+        return False
+    return any(isinstance(leaf, Tensor) for _, leaf in leaves(made))

@@ -1,0 +1,125 @@
+"""Make tokens of a conversation by the tokenizer's chat template, and mark those that the assistant wrote.
+
+A template with `{% generation %}` marks them itself. For others, the text before an answer, with the generation prompt,
+and the text up to its end must be the beginning of the whole text; the answer is between them. Templates change earlier
+answers (Qwen3 leaves their thoughts out), so the end may also be where a stand-in for the answer ends, up to the
+special token behind it. What fits neither way is refused: a mask that is a little wrong trains silently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardc.errors import ShardcError
+from shardc.features.text.records import conversation
+
+Tokens = tuple[list[int], list[bool]]  # ids, and which of them are learned
+_MARK = "\u2402answer\u2403"
+_TAGS = "write {% generation %} and {% endgeneration %} around the assistant's text in tokenizer.chat_template"
+
+
+class ChatTokens:
+    """Makes (ids, learned) of one record. Raises ShardcError where a mask cannot be made that is right."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            fix = "set tokenizer.chat_template, or take the tokenizer of a chat model; texts: shardc.text.documents"
+            raise ShardcError("the tokenizer has no chat template", where="tokenizer", fix=fix)
+        if not tokenizer.is_fast:
+            fix = "load it with AutoTokenizer, and pip install tokenizers"
+            raise ShardcError("the tokenizer does not know where its tokens are in a text", where="tokenizer", fix=fix)
+        self.tokenizer = tokenizer
+        added = (str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)
+        self._special = sorted({*added, *tokenizer.all_special_tokens} - {tokenizer.bos_token}, key=len, reverse=True)
+
+    def __call__(self, record: Any, where: str) -> Tokens:
+        messages, tools = conversation(record, where)
+        text, spans = self._rendered(messages, tools, where)
+        # the template writes the special tokens: a tokenizer that adds its own would begin twice
+        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        learned, spans = [], [*spans]
+        for begin, end in made["offset_mapping"]:  # both are in order
+            while spans and begin >= spans[0][1]:
+                spans.pop(0)
+            learned.append(bool(spans) and end > spans[0][0])
+        return made["input_ids"], learned
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the stretches of it that the assistant wrote."""
+        template = self.tokenizer.get_chat_template(None, tools)
+        if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template):
+            return self._by_tags(messages, tools, template, where)
+        text = self._text(messages, tools, where)
+        return text, [
+            self._span(text, messages, i, tools, f"{where}, message {i}")
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+
+    def _by_tags(
+        self, messages: list[dict[str, Any]], tools: Any, template: str, where: str
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template
+        with _refusals(where):
+            texts, spans = render(
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        return texts[0], [tuple(x) for x in spans[0]]
+
+    def _text(self, messages: list[dict[str, Any]], tools: Any, where: str, *, prompt: bool = False) -> str:
+        with _refusals(where):
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
+        return text
+
+    def _span(self, text: str, messages: list[dict[str, Any]], i: int, tools: Any, where: str) -> tuple[int, int]:
+        """Return where the answer `messages[i]` begins and ends in the whole text."""
+        if i == 0:
+            raise ShardcError(
+                "the conversation begins with the assistant", where=where, fix=f"begin with a user; or {_TAGS}"
+            )
+        before, answer = self._text(messages[:i], tools, where, prompt=True), messages[i]["content"]
+        fits, history = text.startswith(before), self._text(messages[:i], tools, where)
+        if before == history:  # no generation prompt: what begins an answer is unknown
+            if not answer or not isinstance(answer, str) or not answer.strip():
+                return len(before), len(before)
+            fits = fits and text[len(before) :].lstrip().startswith(answer.strip())
+        after = self._text(messages[: i + 1], tools, where)
+        end = len(after) if text.startswith(after) else 0
+        if not end:
+            other = [*messages[:i], {**messages[i], "content": _MARK}, *messages[i + 1 :]]
+            _, mark, rest = self._text(other, tools, where).partition(_MARK)
+            opening = before.removeprefix(history)  # of an answer: no token of it closes one
+            ends = "|".join(re.escape(t) for t in self._special if t not in opening)
+            closing = re.match(rf"\s*(?:{ends or '(?!)'})", rest)
+            end = len(text) - len(rest) + closing.end() if mark and closing and text.endswith(rest) else 0
+        if not fits or end < len(before):
+            fault = (
+                "the chat template does not show where the assistant's text is: what precedes or ends it differs from"
+            )
+            raise ShardcError(f"{fault} the whole conversation's text", where=where, fix=_TAGS)
+        return len(before), end
+
+
+@contextmanager
+def _refusals(where: str) -> Iterator[None]:
+    """Turn what a chat template raises into a ShardcError: each has its own checks."""
+    try:
+        yield
+    except ShardcError:
+        raise
+    except Exception as e:  # any: of the template, or of an operation on a value that it does not expect
+        fault = f"the chat template refuses the conversation: {str(e) or type(e).__name__}"
+        system = " (a system text may begin the first user's)" if "system" in str(e).lower() else ""
+        fix = f"change the conversation{system}, leave it out, or change tokenizer.chat_template"
+        raise ShardcError(fault, where=where, fix=fix) from e
