@@ -7,14 +7,14 @@
                       .saving-5f0c../   one that is being written, or was when the process ended
                       .lock             held by the process that writes
 
-Only the names say which one is the last, so nothing can be out of date. Each name appears by one rename.
+Only the names say which one is the last, so nothing can be out of date. Each name appears by one rename. In a store
+(shardc.runtime.storage.urls), which renames nothing, it is the index that appears at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import checkpoint_index, disk_calls
+from shardc.runtime.state import checkpoint_index
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 from shardc.runtime.state.boxes import Box, Numbers
 from shardc.runtime.state.checkpoint_index import DIGEST, FILE, Index, Slice, Stored
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of
@@ -34,6 +36,7 @@ from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 # --- slices of files, read and checked against their digests
 
 READERS = 2  # slices that a rank reads at once: one is checked while another comes from the disk
+REMOTE_READERS = 8  # the same of a store, where each waits for the network
 
 
 def damage(file: Path, key: str, s: Slice) -> DamagedError:
@@ -42,12 +45,13 @@ def damage(file: Path, key: str, s: Slice) -> DamagedError:
     return DamagedError(f"{key}[{box_text}], at byte {s.start}, differs from the saved data", where=str(file))
 
 
-def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
+def _read_into(descriptor: disk_calls.Opened, x: Tensor, s: Slice) -> bool:
     """Read one slice into a tensor; return False if its digest differs."""
     data, hasher = bytes_of(x), DIGEST()
+    size = BLOCK if isinstance(descriptor, int) else len(data)  # each read of a store takes a while
     try:
-        for done in range(0, len(data), BLOCK):
-            block = data[done : done + BLOCK]
+        for done in range(0, len(data), size):
+            block = data[done : done + size]
             disk_calls.read_into(descriptor, block, s.start + done)
             hasher.update(block)  # while it is in the cache
     except OSError:
@@ -68,13 +72,13 @@ def read_boxes(path: Path, index: Index, wanted: Iterable[tuple[str, Box, Tensor
                 targets.setdefault(s, []).append((common, common.of(local)))
                 keys[s] = key
     errors: list[DamagedError] = []
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(REMOTE_READERS if isinstance(path, Url) else READERS) as readers:
         for number in sorted({s.file for s in targets}):
             slices = sorted((s for s in targets if s.file == number), key=lambda s: s.start)
             file = path / index.files[number].name
             with disk_calls.opened(file) as descriptor:
 
-                def read(s: Slice, descriptor: int = descriptor) -> bool:
+                def read(s: Slice, descriptor: disk_calls.Opened = descriptor) -> bool:
                     return _read_slice(descriptor, index.tensors[keys[s]].dtype, s, targets[s])
 
                 whole = list(readers.map(read, slices))
@@ -82,7 +86,7 @@ def read_boxes(path: Path, index: Index, wanted: Iterable[tuple[str, Box, Tensor
     return errors
 
 
-def _read_slice(descriptor: int, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]) -> bool:
+def _read_slice(descriptor: disk_calls.Opened, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]) -> bool:
     """Read one slice, and copy parts of it to their places; return False if its digest differs."""
     x = parts[0][1]  # read into directly if it is the slice
     direct = x.shape == s.shape and x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous() and not parts[1:]
@@ -105,7 +109,7 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
 # --- names
 
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
-WORK = ".saving-"
+WORK, _OLD = ".saving-", ".old"
 LOCK = ".lock"
 #: Files of other libraries' checkpoints: the end of a name, whose the checkpoint is, and what to do with it.
 _OTHERS = (
@@ -154,14 +158,46 @@ class Known:
 def generations(folder: Path) -> list[Generation]:
     """Return a folder's checkpoints, newest first, replaced ones last. No file is opened."""
     try:
-        names = os.listdir(folder)
+        names = disk_calls.names(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    present = []
+    present, remote = [], isinstance(folder, Url)
     for name in names:
-        if (match := _NAME.fullmatch(name)) and (folder / name).is_dir():
-            present.append(Generation(folder / name, int(match[1]), int(match[2] or 1), match[3] is not None))
+        if (match := _NAME.fullmatch(name)) and _exists(folder / name):
+            replaced = match[3] is not None or (remote and f"{name}{_OLD}" in names)
+            present.append(Generation(folder / name, int(match[1]), int(match[2] or 1), replaced))
     return sorted(present, key=lambda g: (not g.replaced, g.step, g.number), reverse=True)
+
+
+def _exists(path: Path) -> bool:
+    return (path / checkpoint_index.NAME).exists() if isinstance(path, Url) else path.is_dir()
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return what processes that ended have left in a folder: checkpoints without an end, or without a beginning."""
+    names, remote = disk_calls.names(folder) if folder.is_dir() else [], isinstance(folder, Url)
+    present = {g.path.name for g in generations(folder)} if remote else set()
+    left = (n for n in names if n.startswith(WORK) or (remote and _NAME.fullmatch(n)))
+    return [folder / n for n in left if n.removesuffix(_OLD) not in present]
+
+
+def set_aside(g: Generation) -> None:
+    """Let a checkpoint come after all others, as training went back to before it."""
+    old = g.path.with_name(f"{g.path.name}{_OLD}")
+    disk_calls.write_file(old, b"") if isinstance(old, Url) else disk_calls.rename(g.path, old)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, or what was to become one. A partly removed one never looks like a checkpoint."""
+    if isinstance(path, Url):
+        for first in (path / checkpoint_index.NAME, path.with_name(f"{path.name}{_OLD}")):
+            with contextlib.suppress(FileNotFoundError):
+                disk_calls.unlink(first)
+    elif not path.name.startswith(WORK):
+        gone = path.with_name(f"{WORK}{path.name}")
+        disk_calls.rename(path, gone)
+        path = gone
+    disk_calls.remove_folder(path)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -213,9 +249,7 @@ def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
     whole, removed = 0, []
     for g in generations(folder):
         if whole >= keep:
-            gone = g.path.with_name(f"{WORK}{g.path.name}")
-            disk_calls.rename(g.path, gone)  # first, so that a partly removed one never looks like a checkpoint
-            disk_calls.remove_folder(gone)
+            remove(g.path)
             removed.append(g.path)
         else:
             whole += g.path == known or complete(g.path)
@@ -244,7 +278,7 @@ def read_index(path: Path) -> Index:
         checkpoint_index.check(index)
         return index
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_dir() and any(re.fullmatch(FILE, n) for n in os.listdir(path)):
+        if path.is_dir() and any(re.fullmatch(FILE, n) for n in disk_calls.names(path)):
             raise DamagedError("the index is missing", where=where) from None
         raise none_in(path) from None
     except (ValueError, OSError) as e:
@@ -263,7 +297,7 @@ def check_file(path: Path, index: Index, number: int) -> None:
     where = str(path / file.name)
     try:
         with disk_calls.opened(path / file.name) as descriptor:
-            size = os.fstat(descriptor).st_size
+            size = disk_calls.size_of(descriptor)
             if size != file.nbytes:
                 raise DamagedError(f"the file has {size} bytes, and had {file.nbytes} when saved", where=where)
             header = bytearray(file.header)

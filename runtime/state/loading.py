@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from shardc.errors import Errors, ShardcError
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import checkpoint_folder, disk_calls
+from shardc.runtime.state import checkpoint_folder
+from shardc.runtime.storage import disk_calls
 from shardc.runtime.state.boxes import Part, kept
 from shardc.runtime.state.checkpoint_folder import DamagedError, remedy, words
 from shardc.runtime.state.checkpoint_index import Index
@@ -70,7 +71,7 @@ def _candidates(folder: Path, mesh: Any, *, last_good: bool) -> list[Path]:
     if present == [folder]:
         present += [g.path for g in checkpoint_folder.generations(folder.parent) if g.path != folder]
     names = agreement.text_of_first(mesh, json.dumps([*map(str, present)]))
-    paths = [Path(name) for name in json.loads(names)]
+    paths = [disk_calls.expanded(name) for name in json.loads(names)]
     if not paths:
         raise checkpoint_folder.none_in(folder)
     return paths if last_good else paths[:1]

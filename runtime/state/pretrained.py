@@ -36,6 +36,7 @@ from shardc.runtime.state.boxes import in_memory
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init_tape import RECORDING, Recorder
 from shardc.runtime.state.weight_files import WeightFiles, of_files
+from shardc.runtime.storage.urls import Url
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree
 
@@ -226,7 +227,7 @@ def _ignored(module: Any, name: str) -> bool:
 def hf_builder(folder: Path) -> Callable[[], nn.Module] | None:
     """Return a builder, without weights, for a folder of the transformers library; None for other folders."""
     config_file = folder / "config.json"
-    if not config_file.is_file() or "architectures" not in config_file.read_text():
+    if isinstance(folder, Url) or not config_file.is_file() or "architectures" not in config_file.read_text():
         return None
     try:
         import transformers

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.state import disk_calls
+from shardc.runtime.storage import disk_calls
 from shardc.runtime.state.boxes import Box
 from shardc.runtime.state.checkpoint_folder import check_files, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index

@@ -94,7 +94,8 @@ def prune(
     debug: DebugOption = False,
 ) -> None:
     """Remove all but the last checkpoints of a folder. The last undamaged one always stays."""
-    from shardc.runtime.state import checkpoint_folder, disk_calls
+    from shardc.runtime.state import checkpoint_folder
+    from shardc.runtime.storage import disk_calls
 
     with reporting(debug, as_json) as show:
         holder = _all(folder)[0].path.parent
@@ -139,7 +140,9 @@ def _report(show: Show, what: str, new: Path) -> None:
 
 def _all(folder: Path) -> list[Generation]:
     from shardc.runtime.state.checkpoint_folder import checkpoints_in, none_in
+    from shardc.runtime.storage.disk_calls import expanded
 
+    folder = expanded(folder)
     if not (checkpoints := checkpoints_in(folder)):
         raise none_in(folder)
     return checkpoints

@@ -19,6 +19,7 @@ from shardc.recompile import Resizer
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.stage.communicators import runtime_mesh
 from shardc.runtime.state.checkpoint_folder import checkpoints_in
+from shardc.runtime.storage.disk_calls import expanded
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
@@ -79,7 +80,7 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
     """Return the `weights` for program.engine. Files may have added weights alone: the others are the model file's."""
     if not job.weights:
         return file.weights
-    named = Path(job.weights)
+    named = expanded(job.weights)
     partial = any(registered("runtime", "weights_of", program.features)) and not checkpoints_in(named)
     return (file.weights, named) if partial else named
 

@@ -43,6 +43,7 @@ from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_m
 from shardc.runtime.stage.profiler_ranges import with_ranges
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw
+from shardc.runtime.storage.urls import Url
 from shardc.runtime.time_limits import FIRST_WORD
 
 
@@ -107,7 +108,8 @@ def run(job: Job) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
         if settings.save:
             training.save()
-            engine.export(settings.save, overwrite=True)  # `shardc run` has checked that they replace nobody's weights
+            if not isinstance(training.folder, Url):  # `shardc run` has checked that they replace nobody's weights
+                engine.export(settings.save, overwrite=True)
         held_out = training.last_held_out()
     steps = engine.step_count - begun
     summary = {
