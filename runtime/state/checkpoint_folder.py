@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import checkpoint_index
+from shardc.runtime.state import checkpoint_index, torch_format
+from shardc.runtime.state.boxes import Box, Numbers
+from shardc.runtime.state.checkpoint_index import DIGEST, FILE, File, Index, Slice, Stored
+from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 from shardc.runtime.storage import disk_calls
 from shardc.runtime.storage.urls import Url
-from shardc.runtime.state.boxes import Box, Numbers
-from shardc.runtime.state.checkpoint_index import DIGEST, FILE, Index, Slice, Stored
-from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 # --- slices of files, read and checked against their digests
 
@@ -45,8 +45,10 @@ def damage(file: Path, key: str, s: Slice) -> DamagedError:
     return DamagedError(f"{key}[{box_text}], at byte {s.start}, differs from the saved data", where=str(file))
 
 
-def _read_into(descriptor: disk_calls.Opened, x: Tensor, s: Slice) -> bool:
+def _read_into(descriptor: disk_calls.Opened, file: File, x: Tensor, s: Slice) -> bool:
     """Read one slice into a tensor; return False if its digest differs."""
+    if not s.digest:  # of torch's format, which has none
+        return _read_rows(descriptor, file, x.dtype, s, [(Box.alone(s.offset, s.shape), x)])
     data, hasher = bytes_of(x), DIGEST()
     size = BLOCK if isinstance(descriptor, int) else len(data)  # each read of a store takes a while
     try:
@@ -57,6 +59,19 @@ def _read_into(descriptor: disk_calls.Opened, x: Tensor, s: Slice) -> bool:
     except OSError:
         return False
     return hasher.hexdigest() == s.digest
+
+
+def _read_rows(
+    descriptor: disk_calls.Opened, file: File, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]
+) -> bool:
+    try:
+        for box, target in parts:
+            rows, *rest = box.within(s.offset) or [None]
+            x = torch_format.read_rows(descriptor, file, s, dtype, rows)
+            target.copy_(x[(slice(None), *rest)] if rows is not None else x)
+    except OSError:
+        return False
+    return True
 
 
 def read_boxes(path: Path, index: Index, wanted: Iterable[tuple[str, Box, Tensor]]) -> list[DamagedError]:
@@ -79,19 +94,23 @@ def read_boxes(path: Path, index: Index, wanted: Iterable[tuple[str, Box, Tensor
             with disk_calls.opened(file) as descriptor:
 
                 def read(s: Slice, descriptor: disk_calls.Opened = descriptor) -> bool:
-                    return _read_slice(descriptor, index.tensors[keys[s]].dtype, s, targets[s])
+                    return _read_slice(descriptor, index.files[s.file], index.tensors[keys[s]].dtype, s, targets[s])
 
                 whole = list(readers.map(read, slices))
             errors += [damage(file, keys[s], s) for s, fine in zip(slices, whole, strict=True) if not fine]
     return errors
 
 
-def _read_slice(descriptor: disk_calls.Opened, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]) -> bool:
+def _read_slice(
+    descriptor: disk_calls.Opened, file: File, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]
+) -> bool:
     """Read one slice, and copy parts of it to their places; return False if its digest differs."""
+    if not s.digest:
+        return _read_rows(descriptor, file, dtype, s, parts)
     x = parts[0][1]  # read into directly if it is the slice
     direct = x.shape == s.shape and x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous() and not parts[1:]
     buffer = x if direct else torch.empty(s.shape, dtype=dtype)
-    if not _read_into(descriptor, buffer, s):
+    if not _read_into(descriptor, file, buffer, s):
         return False
     for box, target in () if direct else parts:
         target.copy_(buffer[box.within(s.offset)])
@@ -111,11 +130,20 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
 WORK, _OLD = ".saving-", ".old"
 LOCK = ".lock"
+_CONVERT = "convert it, and name NEW:"
 #: Files of other libraries' checkpoints: the end of a name, whose the checkpoint is, and what to do with it.
 _OTHERS = (
-    (r"\.metadata|\.distcp", "torch.distributed (FSDP): it contains pickles", "shardc checkpoint import {at} NEW"),
-    (r"zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt", "DeepSpeed", "python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW"),
-    (r"mp_rank_\d+_\w+\.pt", "DeepSpeed", 'torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")'),
+    (r"\.metadata|\.distcp", "torch.distributed (FSDP)", "name its folder, which has the file .metadata: {at}"),
+    (
+        r"zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt",
+        "DeepSpeed",
+        _CONVERT + " python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW",
+    ),
+    (
+        r"mp_rank_\d+_\w+\.pt",
+        "DeepSpeed",
+        _CONVERT + ' torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")',
+    ),
 )
 
 
@@ -202,17 +230,23 @@ def remove(path: Path) -> None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder itself is a checkpoint, and not one that holds checkpoints."""
-    return (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
+    named = (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
+    return named or torch_format.is_torch(folder)
 
 
 def checkpoints_in(path: Path) -> list[Generation]:
-    """Return the checkpoints at a path, newest first: itself, or those in it or in its `checkpoint`."""
+    """Return the checkpoints at a path, newest first: itself, or those in it or in its `checkpoint`.
+
+    Of folders of torch.distributed.checkpoint, one for each step: the last one.
+    """
     for folder in (path / "checkpoint", path):
         if folder.is_dir() and is_checkpoint(folder):
             named = [g for g in generations(folder.parent) if g.path.name == folder.name]
             return named or [Generation(folder, 0, 1, False)]  # one that the user renamed
         if present := generations(folder):
             return present
+        if folder.is_dir() and (last := torch_format.last_in(folder)) is not None:
+            return [Generation(last, 0, 1, False)]
     return []
 
 
@@ -225,12 +259,12 @@ def none_in(folder: Path) -> ShardcError:
 def of_others(path: Path) -> ShardcError | None:
     """Build the error for another library's checkpoint, a folder or a file of it, with how to convert it; or None."""
     files = [x for depth in ("*", "*/*") for x in path.glob(depth)]
-    if not path.is_dir() and re.search(r"mp_rank_\d+_|\.distcp$", path.name):
+    if not path.is_dir() and re.search(r"mp_rank_\d+_|\.distcp$|^\.metadata$", path.name):
         files = [*path.parent.glob("*")]
     ordered = sorted(files, key=lambda x: ("optim" in x.parent.name, x))
     for end, whose, how in _OTHERS:
         if (x := next((x for x in ordered if re.search(f"({end})$", x.name)), None)) is not None:
-            fix = f"convert it, and name NEW: {how.format(at=x.parent, x=x)}"
+            fix = how.format(at=x.parent, x=x)
             return ShardcError(f"this is a checkpoint of {whose}", where=str(path), fix=fix)
     return None
 
@@ -278,6 +312,8 @@ def read_index(path: Path) -> Index:
         checkpoint_index.check(index)
         return index
     except (FileNotFoundError, NotADirectoryError):
+        if torch_format.is_torch(path):
+            return torch_format.read(path)[0]
         if path.is_dir() and any(re.fullmatch(FILE, n) for n in disk_calls.names(path)):
             raise DamagedError("the index is missing", where=where) from None
         raise none_in(path) from None
@@ -298,6 +334,8 @@ def check_file(path: Path, index: Index, number: int) -> None:
     try:
         with disk_calls.opened(path / file.name) as descriptor:
             size = disk_calls.size_of(descriptor)
+            if not file.sha256 and size >= file.nbytes:  # of torch's format: this is a part of a file
+                return
             if size != file.nbytes:
                 raise DamagedError(f"the file has {size} bytes, and had {file.nbytes} when saved", where=where)
             header = bytearray(file.header)
@@ -354,7 +392,7 @@ def verify(path: Path) -> Iterator[ShardcError]:
             yield e
         with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:  # see `check_file`
             for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].start):
-                if not _read_into(descriptor, torch.empty(s.shape, dtype=index.tensors[key].dtype), s):
+                if not _read_into(descriptor, file, torch.empty(s.shape, dtype=index.tensors[key].dtype), s):
                     yield damage(path / file.name, key, s)
 
 

@@ -36,8 +36,6 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.optional import registered
 from shardc.runtime.mesh import agreement
-from shardc.runtime.storage import disk_calls
-from shardc.runtime.storage.urls import Url
 from shardc.runtime.state.boxes import Numbers, Sliced, index, kept, whole
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.owners import RankState
@@ -45,6 +43,8 @@ from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.tensor_file import NAMES, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 from shardc.torch_private import pytree
 
 #: Bytes of an exported file of weights at most, by default.

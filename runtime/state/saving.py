@@ -34,14 +34,14 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import checkpoint_folder, checkpoint_index
-from shardc.runtime.storage import disk_calls
-from shardc.runtime.storage.urls import Url
 from shardc.runtime.state.boxes import Box, Numbers
 from shardc.runtime.state.checkpoint_folder import WORK, Known, SavingError, words
 from shardc.runtime.state.checkpoint_index import DIGEST, File, Index, Slice, Stored, json_number
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import combined, state_parts
 from shardc.runtime.state.tensor_file import bytes_of, header, stored_as
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
 
@@ -164,7 +164,7 @@ def program_hash(program: Program) -> str:
 class Save:
     """One save of one rank. id: the same on all ranks; folder: that the user named.
 
-    saved: the checkpoint has its name. done: bytes written. work_folder: where files are written until all are complete.
+    saved: the checkpoint has its name. done: bytes written. work_folder: where files are until all are complete.
     """
 
     mesh: Any

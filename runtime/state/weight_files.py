@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.storage import disk_calls
-from shardc.runtime.storage.urls import Url
 from shardc.runtime.state.boxes import Numbers, Sliced, in_memory_by_name, index
 from shardc.runtime.state.checkpoint_folder import checkpoints_in, of_others, read_box, read_index
 from shardc.runtime.state.quantized import plain_state
 from shardc.runtime.state.tensor_file import DTYPES, instead, open_safetensors
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Saver:
     def go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
         """Set step, seed, schedules, loss scale and loaders to those of a checkpoint or another engine."""
         rng, update = self.model.rng, self.update
-        rng.step, rng.seed = int(extra["step"]), int(extra["seed"])
+        rng.step, rng.seed = int(extra["step"]), int(extra.get("seed", rng.seed))
         if update.scaler is not None and "loss_scale" in extra:
             update.scaler.load_state_dict(extra["loss_scale"])
         if new_schedule and update.new_schedule is not None and update.optimizer is not None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.storage import disk_calls
 from shardc.runtime.state.tensor_file import open_safetensors
+from shardc.runtime.storage import disk_calls
 
 MANIFEST, LAYOUTS, SPEC = "manifest.json", "layouts.json", "spec.yaml"
 CONSTANTS, SCHEDULE = "constants.safetensors", "schedule.txt"

@@ -119,7 +119,7 @@ def export(
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint in torch.distributed.checkpoint's format, for other tools."""
-    from shardc.runtime.state.torch_format import export_checkpoint
+    from shardc.runtime.state.torch_conversion import export_checkpoint
 
     with reporting(debug, as_json) as show:
         _report(show, export_checkpoint(_one(folder), new), new)
@@ -128,7 +128,7 @@ def export(
 @app.command("import", cls=Command)
 def import_(old: Folder, new: NewFolder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint, also of an old shardc. No code in it is run."""
-    from shardc.runtime.state.torch_format import import_checkpoint
+    from shardc.runtime.state.torch_conversion import import_checkpoint
 
     with reporting(debug, as_json) as show:
         _report(show, import_checkpoint(old, new), new)

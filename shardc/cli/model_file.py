@@ -33,9 +33,9 @@ from shardc.errors import ShardcError
 from shardc.ir.similar_names import nearest
 from shardc.ir.source import is_users
 from shardc.runtime.launch import short_sockets
-from shardc.runtime.storage import disk_calls
 from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.weight_files import has_weights
+from shardc.runtime.storage import disk_calls
 
 #: Arguments of data() for the number of this rank's part, and the number of parts.
 PARTS = ("part", "parts")

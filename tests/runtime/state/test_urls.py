@@ -172,7 +172,7 @@ def test_a_local_folder_with_such_a_name_stays_one(tmp_path: Path, monkeypatch: 
 
 def test_a_url_is_never_a_local_folder(bucket: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for work in (lambda: os.makedirs(bucket), lambda: open(bucket, "w"), lambda: os.listdir(bucket)):
+    for work in (lambda: os.makedirs(bucket), lambda: os.open(bucket, os.O_CREAT), lambda: os.listdir(bucket)):
         with pytest.raises(ShardcError, match="this needs a folder of this machine"):
             work()
     assert not list(tmp_path.iterdir())
