@@ -18,7 +18,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import checkpoint_folder, torch_format
+from shardc.runtime.state import checkpoint_folder
 from shardc.runtime.state.boxes import Part, kept
 from shardc.runtime.state.checkpoint_folder import DamagedError, remedy, words
 from shardc.runtime.state.checkpoint_index import Index
@@ -115,7 +115,7 @@ def _checked(path: Path, held: RankState, room: Room | None, accept: Callable[[M
     """Return what a checkpoint fills; raise if it does not fit. Changes nothing."""
     index, program, mesh, parts = checkpoint_folder.read_index(path), held.program, held.mesh, held.model_parts()
     errors, states = Errors(), dict[str, dict[str, Any]]()
-    if index.id == torch_format.ID and not index.model:
+    if not index.program:  # no program of ours was saved: another library's
         index = _of_others(index, program, path)
     have = {k.removeprefix("model."): x.shape for k, x in index.tensors.items() if k.startswith("model.")}
     entries: list[Param | Buffer] = [*program.params, *kept(program)]

@@ -71,7 +71,7 @@ def read(folder: Path) -> tuple[Index, list[str]]:
     metadata, manifest = _read_metadata(folder / METADATA), _read_manifest(folder / MANIFEST)
     try:
         return _index(_Folder(folder, metadata), manifest)
-    except (ShardcError, OSError):
+    except ShardcError:
         raise
     except Exception as e:  # a malformed file can have anything anywhere
         fix = "check whether torch itself reads it"
@@ -122,8 +122,9 @@ class _Folder:
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
-            fix = "nothing in it was run; save plain numbers"
-            raise ShardcError(f"{key} is an object, which is code", where=str(self.path), fix=fix) from None
+            fix = "nothing in it was run; copy the checkpoint again, or begin from --weights without this value"
+            fault = f"{key} is not a plain value: it is damaged, or an object, which is code"
+            raise ShardcError(fault, where=str(self.path), fix=fix) from None
 
 
 def _index(folder: _Folder, manifest: Mapping[str, Any] | None) -> tuple[Index, list[str]]:
@@ -187,7 +188,7 @@ def _optimizer(folder: _Folder, named: Collection[str], states: Mapping[str, re.
     groups: dict[str, dict[str, Any]] = {}
     for name in named:
         own = {k: v for k, v in settings.get(name, {}).items() if k not in ("params", "param_names")}
-        groups.setdefault(repr(own), {**own, "class": kind, "params": []})["params"].append(name)
+        groups.setdefault(repr(sorted(own.items())), {**own, "class": kind, "params": []})["params"].append(name)
     return {"class": kind, "groups": [*groups.values()], "numbers": {}}
 
 

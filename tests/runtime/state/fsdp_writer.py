@@ -5,6 +5,7 @@ torchrun --nproc-per-node 4 tests/runtime/state/fsdp_writer.py FOLDER
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -94,6 +95,7 @@ def main(root: Path) -> None:
     save(states, checkpoint_id=root / "sgd")
     whole = sd.StateDictOptions(full_state_dict=True)
     full = {name: sd.get_model_state_dict(x, options=whole) for name, x in (("model", model), ("bfloat16", half))}
+    full = copy.deepcopy(full)
     for _ in range(2):  # where the training would have gone
         optimizer.zero_grad()
         model(**data()).backward()
