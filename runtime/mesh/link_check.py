@@ -114,6 +114,6 @@ def _verdict(seconds: dict[tuple[int, int], float | None], hosts: list[str]) -> 
         usual = statistics.median(kind.values()) if kind else 0.0
         slow += [link for link, x in kind.items() if x > SLOW * usual]
     worst, middle = max(whole, key=whole.__getitem__), statistics.median(whole.values())
-    lines = [f"links: {len(whole)} between {len(hosts)} ranks on {len({*hosts})} hosts, {size(NBYTES / middle)}/s"]
+    lines = [f"links: {len(whole)} between {len(hosts)} ranks, hosts: {len({*hosts})}, {size(NBYTES / middle)}/s"]
     lines[0] += f" at the median, {size(NBYTES / whole[worst])}/s over the slowest, {named([worst])}"
     return lines + ([f"links: more than {SLOW:.0f} times as slow as the median: {named(slow)}"] if slow else [])
