@@ -67,15 +67,16 @@ def main() -> None:
     parser.add_argument("spec")
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
+    parser.add_argument("--cpus", type=float, default=1.0, help="CPU cores that Ray reserves for each worker")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--save", required=True, help="folder that all workers see, or s3://...")
     args = parser.parse_args()
     config = {**vars(args), "model": str(Path(args.model).resolve()), "spec": str(Path(args.spec).resolve())}
-    scaling = ScalingConfig(num_workers=args.workers, use_gpu=args.gpu)
+    reserved = {"CPU": args.cpus, **({"GPU": 1} if args.gpu else {})}
+    scaling = ScalingConfig(num_workers=args.workers, use_gpu=args.gpu, resources_per_worker=reserved)
     run = RunConfig(failure_config=FailureConfig(max_failures=3))
-    result = TorchTrainer(train, train_loop_config=config, scaling_config=scaling, run_config=run).fit()
-    print(result.metrics)
+    TorchTrainer(train, train_loop_config=config, scaling_config=scaling, run_config=run).fit()
 
 
 if __name__ == "__main__":

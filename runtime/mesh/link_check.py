@@ -14,6 +14,7 @@ import socket
 import statistics
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -27,7 +28,7 @@ from shardc.ir.units import size
 from shardc.runtime.mesh.torch_mesh import TorchMesh
 from shardc.runtime.time_limits import LINK
 
-NBYTES, ROUNDS, ALL, SHOWN = 8 << 20, 3, 16, 6
+NBYTES, ROUNDS, ALL, SHOWN = 8 << 20, 4, 16, 6
 #: A link is slow if it takes this many times the median of its kind, within a host or between two.
 SLOW = 4.0
 _checks = count()  # of this process: stores keep the keys of earlier ones
@@ -41,16 +42,25 @@ def check_links(mesh: TorchMesh) -> list[str]:
     hosts = _from_all(mesh, f"links/{number}/host", socket.gethostname())
     sent, got = (torch.ones(NBYTES, dtype=torch.uint8, device=mesh.device) for _ in range(2))
     seconds: dict[tuple[int, int], float | None] = {}
-    for distance in range(1, world) if world <= ALL else (1 << i for i in range((world - 1).bit_length())):
-        took = _transfer(mesh, sent[:1024], got[:1024], distance)  # connects
-        for i in range(ROUNDS if took is not None else 0):
-            now = _transfer(mesh, sent, got, distance)
-            took = now if i == 0 or now is None or took is None else min(took, now)
-        for rank, result in enumerate(_from_all(mesh, f"links/{number}/{distance}", took)):
-            seconds[(rank - distance) % world, rank] = result
-        if None in seconds.values():
-            break
-    return _verdict(seconds, hosts)
+    for distance in distances(world):
+        for i in range(
+            ROUNDS
+        ):  # the first one connects; all ranks begin each together, so that a late one is late once
+            nbytes = NBYTES if i else 1024
+            took = _from_all(
+                mesh, f"links/{number}/{distance}/{i}", _transfer(mesh, sent[:nbytes], got[:nbytes], distance)
+            )
+            links = [((rank - distance) % world, rank) for rank in range(world)]
+            if None in took:
+                return verdict(dict(zip(links, took, strict=True)), hosts)
+            for link, now in zip(links, took, strict=True):
+                seconds[link] = min(now, seconds[link] or now) if i > 1 else now
+    return verdict(seconds, hosts)
+
+
+def distances(world: int) -> list[int]:
+    """Return how far ranks send in each round."""
+    return [*range(1, world)] if world <= ALL else [1 << i for i in range((world - 1).bit_length())]
 
 
 def _transfer(mesh: TorchMesh, sent: Tensor, got: Tensor, distance: int) -> float | None:
@@ -58,18 +68,24 @@ def _transfer(mesh: TorchMesh, sent: Tensor, got: Tensor, distance: int) -> floa
     world, start = mesh.layout.world, time.perf_counter()
     to, source = (mesh.rank + distance) % world, (mesh.rank - distance) % world
     try:
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, got, source)])
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, got, source), dist.P2POp(dist.isend, sent, to)])
+        if mesh.device.type == "cpu":
+            works[0].wait(limit := timedelta(seconds=LINK))
+            took = time.perf_counter() - start
+            with suppress(RuntimeError):  # what was sent is the receiver's to report
+                works[1].wait(limit)
+            return took
         for work in works:
-            work.wait(timedelta(seconds=LINK)) if mesh.device.type == "cpu" else work.wait()
+            work.wait()
     except RuntimeError:
         return None
-    if mesh.device.type == "cuda":  # where waiting does not block the host
-        done = torch.cuda.Event()
-        done.record()
-        while not done.query():
-            if time.perf_counter() - start > LINK:
-                return None
-            time.sleep(1e-4)
+    # on a GPU, waiting does not block the host
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    while not done.query():
+        if time.perf_counter() - start > LINK:
+            return None
+        time.sleep(1e-4)
     return time.perf_counter() - start
 
 
@@ -91,7 +107,7 @@ def _from_all(mesh: TorchMesh, key: str, value: Any) -> list[Any]:
     return values
 
 
-def _verdict(seconds: dict[tuple[int, int], float | None], hosts: list[str]) -> list[str]:
+def verdict(seconds: dict[tuple[int, int], float | None], hosts: list[str]) -> list[str]:
     """Return lines about these links: a summary, and one for the slow ones. Raises ShardcError for broken ones."""
 
     def named(links: list[tuple[int, int]]) -> str:
