@@ -9,7 +9,7 @@ step/        one rank's training step: engine, module, loss scaling
 compiled/    pieces of step graphs as compiled code
 zero/        buckets of parameters: what ZeRO shards, how gradients are summed
 offload/     tensors that are kept outside of the device
-state/       weights in, checkpoints in and out
+state/       weights in, checkpoints in and out; storage/: the disks and stores that they are on
 data/        a loader that reads this rank's part of each global batch
 rng          random numbers that are the same on every mesh; distributions: torch's random ops with them
 time_limits  how long ranks and processes wait for one another

@@ -23,5 +23,7 @@ FIRST_WORD = 3.0
 COMMON_ERROR, CAUSE = 3.0, 10.0
 #: How long ranks that fail in a command wait for each other.
 FAILING = 10.0
+#: How long a check of links waits for some megabytes.
+LINK = 10.0
 #: How long ranks wait for each other when they meet again after an error.
 MEET_AGAIN = 30.0

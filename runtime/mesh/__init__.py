@@ -10,6 +10,7 @@
     presence      joins this process to its world early: where ranks meet, which are there
     activity      records what a rank is doing
     watch         names the rank that keeps the others waiting, and passes an error of one rank to all others
+    link_check    sends some megabytes between ranks, and names slow and broken links
     wait_times    measures how long a rank waits for its collectives
     local_processes  which ranks of this machine have ended or are stopped
     allocator     what the C library does with freed memory on a CPU

@@ -7,14 +7,14 @@
                       .saving-5f0c../   one that is being written, or was when the process ended
                       .lock             held by the process that writes
 
-Only the names say which one is the last, so nothing can be out of date. Each name appears by one rename.
+Only the names say which one is the last, so nothing can be out of date. Each name appears by one rename. In a store
+(shardc.runtime.storage.urls), which renames nothing, it is the index that appears at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +26,17 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import checkpoint_index, disk_calls
+from shardc.runtime.state import checkpoint_index, torch_format
 from shardc.runtime.state.boxes import Box, Numbers
-from shardc.runtime.state.checkpoint_index import DIGEST, FILE, Index, Slice, Stored
+from shardc.runtime.state.checkpoint_index import DIGEST, FILE, File, Index, Slice, Stored
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 
 # --- slices of files, read and checked against their digests
 
 READERS = 2  # slices that a rank reads at once: one is checked while another comes from the disk
+REMOTE_READERS = 8  # the same of a store, where each waits for the network
 
 
 def damage(file: Path, key: str, s: Slice) -> DamagedError:
@@ -42,17 +45,33 @@ def damage(file: Path, key: str, s: Slice) -> DamagedError:
     return DamagedError(f"{key}[{box_text}], at byte {s.start}, differs from the saved data", where=str(file))
 
 
-def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
+def _read_into(descriptor: disk_calls.Opened, file: File, x: Tensor, s: Slice) -> bool:
     """Read one slice into a tensor; return False if its digest differs."""
+    if not s.digest:  # of torch's format, which has none
+        return _read_rows(descriptor, file, x.dtype, s, [(Box.alone(s.offset, s.shape), x)])
     data, hasher = bytes_of(x), DIGEST()
+    size = BLOCK if isinstance(descriptor, int) else len(data)  # each read of a store takes a while
     try:
-        for done in range(0, len(data), BLOCK):
-            block = data[done : done + BLOCK]
+        for done in range(0, len(data), size):
+            block = data[done : done + size]
             disk_calls.read_into(descriptor, block, s.start + done)
             hasher.update(block)  # while it is in the cache
     except OSError:
         return False
     return hasher.hexdigest() == s.digest
+
+
+def _read_rows(
+    descriptor: disk_calls.Opened, file: File, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]
+) -> bool:
+    try:
+        for box, target in parts:
+            rows, *rest = box.within(s.offset) or [None]
+            x = torch_format.read_rows(descriptor, file, s, dtype, rows)
+            target.copy_(x[(slice(None), *rest)] if rows is not None else x)
+    except OSError:
+        return False
+    return True
 
 
 def read_boxes(path: Path, index: Index, wanted: Iterable[tuple[str, Box, Tensor]]) -> list[DamagedError]:
@@ -68,26 +87,30 @@ def read_boxes(path: Path, index: Index, wanted: Iterable[tuple[str, Box, Tensor
                 targets.setdefault(s, []).append((common, common.of(local)))
                 keys[s] = key
     errors: list[DamagedError] = []
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(REMOTE_READERS if isinstance(path, Url) else READERS) as readers:
         for number in sorted({s.file for s in targets}):
             slices = sorted((s for s in targets if s.file == number), key=lambda s: s.start)
             file = path / index.files[number].name
             with disk_calls.opened(file) as descriptor:
 
-                def read(s: Slice, descriptor: int = descriptor) -> bool:
-                    return _read_slice(descriptor, index.tensors[keys[s]].dtype, s, targets[s])
+                def read(s: Slice, descriptor: disk_calls.Opened = descriptor) -> bool:
+                    return _read_slice(descriptor, index.files[s.file], index.tensors[keys[s]].dtype, s, targets[s])
 
                 whole = list(readers.map(read, slices))
             errors += [damage(file, keys[s], s) for s, fine in zip(slices, whole, strict=True) if not fine]
     return errors
 
 
-def _read_slice(descriptor: int, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]) -> bool:
+def _read_slice(
+    descriptor: disk_calls.Opened, file: File, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]
+) -> bool:
     """Read one slice, and copy parts of it to their places; return False if its digest differs."""
+    if not s.digest:
+        return _read_rows(descriptor, file, dtype, s, parts)
     x = parts[0][1]  # read into directly if it is the slice
     direct = x.shape == s.shape and x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous() and not parts[1:]
     buffer = x if direct else torch.empty(s.shape, dtype=dtype)
-    if not _read_into(descriptor, buffer, s):
+    if not _read_into(descriptor, file, buffer, s):
         return False
     for box, target in () if direct else parts:
         target.copy_(buffer[box.within(s.offset)])
@@ -105,13 +128,22 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
 # --- names
 
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
-WORK = ".saving-"
+WORK, _OLD = ".saving-", ".old"
 LOCK = ".lock"
+_CONVERT = "convert it, and name NEW:"
 #: Files of other libraries' checkpoints: the end of a name, whose the checkpoint is, and what to do with it.
 _OTHERS = (
-    (r"\.metadata|\.distcp", "torch.distributed (FSDP): it contains pickles", "shardc checkpoint import {at} NEW"),
-    (r"zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt", "DeepSpeed", "python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW"),
-    (r"mp_rank_\d+_\w+\.pt", "DeepSpeed", 'torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")'),
+    (r"\.metadata|\.distcp", "torch.distributed (FSDP)", "name its folder, which has the file .metadata: {at}"),
+    (
+        r"zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt",
+        "DeepSpeed",
+        _CONVERT + " python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW",
+    ),
+    (
+        r"mp_rank_\d+_\w+\.pt",
+        "DeepSpeed",
+        _CONVERT + ' torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")',
+    ),
 )
 
 
@@ -154,29 +186,67 @@ class Known:
 def generations(folder: Path) -> list[Generation]:
     """Return a folder's checkpoints, newest first, replaced ones last. No file is opened."""
     try:
-        names = os.listdir(folder)
+        names = disk_calls.names(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    present = []
+    present, remote = [], isinstance(folder, Url)
     for name in names:
-        if (match := _NAME.fullmatch(name)) and (folder / name).is_dir():
-            present.append(Generation(folder / name, int(match[1]), int(match[2] or 1), match[3] is not None))
+        if (match := _NAME.fullmatch(name)) and _exists(folder / name):
+            replaced = match[3] is not None or (remote and f"{name}{_OLD}" in names)
+            present.append(Generation(folder / name, int(match[1]), int(match[2] or 1), replaced))
     return sorted(present, key=lambda g: (not g.replaced, g.step, g.number), reverse=True)
+
+
+def _exists(path: Path) -> bool:
+    return (path / checkpoint_index.NAME).exists() if isinstance(path, Url) else path.is_dir()
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return what processes that ended have left in a folder: checkpoints without an end, or without a beginning."""
+    names, remote = disk_calls.names(folder) if folder.is_dir() else [], isinstance(folder, Url)
+    present = {g.path.name for g in generations(folder)} if remote else set()
+    left = (n for n in names if n.startswith(WORK) or (remote and _NAME.fullmatch(n)))
+    return [folder / n for n in left if n.removesuffix(_OLD) not in present]
+
+
+def set_aside(g: Generation) -> None:
+    """Let a checkpoint come after all others, as training went back to before it."""
+    old = g.path.with_name(f"{g.path.name}{_OLD}")
+    disk_calls.write_file(old, b"") if isinstance(old, Url) else disk_calls.rename(g.path, old)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, or what was to become one. A partly removed one never looks like a checkpoint."""
+    if isinstance(path, Url):
+        for first in (path / checkpoint_index.NAME, path.with_name(f"{path.name}{_OLD}")):
+            with contextlib.suppress(FileNotFoundError):
+                disk_calls.unlink(first)
+    elif not path.name.startswith(WORK):
+        gone = path.with_name(f"{WORK}{path.name}")
+        disk_calls.rename(path, gone)
+        path = gone
+    disk_calls.remove_folder(path)
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder itself is a checkpoint, and not one that holds checkpoints."""
-    return (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
+    named = (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
+    return named or torch_format.is_torch(folder)
 
 
 def checkpoints_in(path: Path) -> list[Generation]:
-    """Return the checkpoints at a path, newest first: itself, or those in it or in its `checkpoint`."""
+    """Return the checkpoints at a path, newest first: itself, or those in it or in its `checkpoint`.
+
+    Of folders of torch.distributed.checkpoint, one for each step: the last one.
+    """
     for folder in (path / "checkpoint", path):
         if folder.is_dir() and is_checkpoint(folder):
             named = [g for g in generations(folder.parent) if g.path.name == folder.name]
             return named or [Generation(folder, 0, 1, False)]  # one that the user renamed
         if present := generations(folder):
             return present
+        if folder.is_dir() and (last := torch_format.last_in(folder)) is not None:
+            return [Generation(last, 0, 1, False)]
     return []
 
 
@@ -189,12 +259,12 @@ def none_in(folder: Path) -> ShardcError:
 def of_others(path: Path) -> ShardcError | None:
     """Build the error for another library's checkpoint, a folder or a file of it, with how to convert it; or None."""
     files = [x for depth in ("*", "*/*") for x in path.glob(depth)]
-    if not path.is_dir() and re.search(r"mp_rank_\d+_|\.distcp$", path.name):
+    if not path.is_dir() and re.search(r"mp_rank_\d+_|\.distcp$|^\.metadata$", path.name):
         files = [*path.parent.glob("*")]
     ordered = sorted(files, key=lambda x: ("optim" in x.parent.name, x))
     for end, whose, how in _OTHERS:
         if (x := next((x for x in ordered if re.search(f"({end})$", x.name)), None)) is not None:
-            fix = f"convert it, and name NEW: {how.format(at=x.parent, x=x)}"
+            fix = how.format(at=x.parent, x=x)
             return ShardcError(f"this is a checkpoint of {whose}", where=str(path), fix=fix)
     return None
 
@@ -223,9 +293,7 @@ def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
         best = best_of(folder)
     for g in generations(folder):
         if whole >= keep and g != best:
-            gone = g.path.with_name(f"{WORK}{g.path.name}")
-            disk_calls.rename(g.path, gone)  # first, so that a partly removed one never looks like a checkpoint
-            disk_calls.remove_folder(gone)
+            remove(g.path)
             removed.append(g.path)
         else:
             whole += g.path == known or complete(g.path)
@@ -254,7 +322,9 @@ def read_index(path: Path) -> Index:
         checkpoint_index.check(index)
         return index
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_dir() and any(re.fullmatch(FILE, n) for n in os.listdir(path)):
+        if torch_format.is_torch(path):
+            return torch_format.read(path)[0]
+        if path.is_dir() and any(re.fullmatch(FILE, n) for n in disk_calls.names(path)):
             raise DamagedError("the index is missing", where=where) from None
         raise none_in(path) from None
     except (ValueError, OSError) as e:
@@ -273,7 +343,9 @@ def check_file(path: Path, index: Index, number: int) -> None:
     where = str(path / file.name)
     try:
         with disk_calls.opened(path / file.name) as descriptor:
-            size = os.fstat(descriptor).st_size
+            size = disk_calls.size_of(descriptor)
+            if not file.sha256 and size >= file.nbytes:  # of torch's format: this is a part of a file
+                return
             if size != file.nbytes:
                 raise DamagedError(f"the file has {size} bytes, and had {file.nbytes} when saved", where=where)
             header = bytearray(file.header)
@@ -330,7 +402,7 @@ def verify(path: Path) -> Iterator[ShardcError]:
             yield e
         with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:  # see `check_file`
             for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].start):
-                if not _read_into(descriptor, torch.empty(s.shape, dtype=index.tensors[key].dtype), s):
+                if not _read_into(descriptor, file, torch.empty(s.shape, dtype=index.tensors[key].dtype), s):
                     yield damage(path / file.name, key, s)
 
 

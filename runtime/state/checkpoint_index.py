@@ -207,12 +207,9 @@ def from_bytes(data: bytes) -> Index:
 _INDEX = TypeAdapter(Index)
 
 
-def check(index: Index) -> None:
-    """Raise ValueError unless every byte is in one header or slice, and slices make up their tensors."""
-    files, tensors = index.files, index.tensors
-    if len({f.name for f in files}) != len(files):
-        raise ValueError("a file occurs twice in files")
-    for name, t in tensors.items():
+def check_slices(index: Index) -> None:
+    """Raise ValueError unless the slices of each tensor make it up."""
+    for name, t in index.tensors.items():
         if sum(math.prod(s.shape) for s in t.slices) != math.prod(t.shape):
             raise ValueError(f"the slices of {name!r} do not cover it")
         for s in t.slices:
@@ -220,10 +217,18 @@ def check(index: Index) -> None:
                 raise ValueError(f"a slice of {name!r} has another number of dims than the tensor")
             if any(a + n > size for a, n, size in zip(s.offset, s.shape, t.shape, strict=True)):
                 raise ValueError(f"a slice of {name!r} reaches beyond the tensor")
-            if s.file >= len(files):
+            if s.file >= len(index.files):
                 raise ValueError(f"a slice of {name!r} is in no file")
         if not disjoint((s.offset, s.shape) for s in t.slices):
             raise ValueError(f"slices of {name!r} overlap and leave a part of it uncovered")
+
+
+def check(index: Index) -> None:
+    """Raise ValueError unless every byte is in one header or slice, and slices make up their tensors."""
+    files, tensors = index.files, index.tensors
+    if len({f.name for f in files}) != len(files):
+        raise ValueError("a file occurs twice in files")
+    check_slices(index)
     ends = [f.header for f in files]
     for file, place, nbytes in sorted((s.file, s.start, t.nbytes(s)) for t in tensors.values() for s in t.slices):
         if place != ends[file]:

@@ -36,7 +36,6 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.optional import registered
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Numbers, Sliced, index, kept, whole
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.owners import RankState
@@ -44,6 +43,8 @@ from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.tensor_file import NAMES, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 from shardc.torch_private import pytree
 
 #: Bytes of an exported file of weights at most, by default.
@@ -139,6 +140,9 @@ def export_safetensors(
     else, with such adapters, only these, as peft has them. Raises ShardcError, on all ranks.
     """
     path, program, mesh = disk_calls.expanded(path), held.program, held.mesh
+    if isinstance(path, Url):
+        fix = "export to a folder of this machine, or save a checkpoint there: engine.save"
+        raise ShardcError("weights are not exported to a store", where=str(path), fix=fix)
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
@@ -205,6 +209,7 @@ def plan(
     tensors: {name: (global shape, dtype)}; ties: {other name: name}. The others are those of `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
+    carried = None if isinstance(carried, Url) else carried
 
     def read(name: str, *box: Numbers) -> Tensor:  # of what was gathered
         return values[name][index(*box)]

@@ -10,19 +10,23 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import checkpoint_folder, disk_calls
+from shardc.runtime.state import checkpoint_folder
 from shardc.runtime.state.boxes import Part, kept
 from shardc.runtime.state.checkpoint_folder import DamagedError, remedy, words
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.owners import RankState
+from shardc.runtime.state.pretrained import best_names
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
+from shardc.runtime.storage import disk_calls
 
 _SHOWN = 4  # damaged slices that an error names
 T = TypeVar("T")
@@ -70,7 +74,7 @@ def _candidates(folder: Path, mesh: Any, *, last_good: bool) -> list[Path]:
     if present == [folder]:
         present += [g.path for g in checkpoint_folder.generations(folder.parent) if g.path != folder]
     names = agreement.text_of_first(mesh, json.dumps([*map(str, present)]))
-    paths = [Path(name) for name in json.loads(names)]
+    paths = [disk_calls.expanded(name) for name in json.loads(names)]
     if not paths:
         raise checkpoint_folder.none_in(folder)
     return paths if last_good else paths[:1]
@@ -111,6 +115,8 @@ def _checked(path: Path, held: RankState, room: Room | None, accept: Callable[[M
     """Return what a checkpoint fills; raise if it does not fit. Changes nothing."""
     index, program, mesh, parts = checkpoint_folder.read_index(path), held.program, held.mesh, held.model_parts()
     errors, states = Errors(), dict[str, dict[str, Any]]()
+    if not index.program:  # no program of ours was saved: another library's
+        index = _of_others(index, program, path)
     have = {k.removeprefix("model."): x.shape for k, x in index.tensors.items() if k.startswith("model.")}
     entries: list[Param | Buffer] = [*program.params, *kept(program)]
     want = {n: shape for x in entries for n, shape in x.shapes.items() if x.members or n == x.fqn}
@@ -122,6 +128,29 @@ def _checked(path: Path, held: RankState, room: Room | None, accept: Callable[[M
         states = room_for(held, held.optimizer, index, parts, str(path), room)
     accept(index.extra)
     return index, parts, states
+
+
+def _of_others(index: Index, program: Program, path: Path) -> Index:
+    """Give the tensors of another library's checkpoint the program's names, as `weights` find them."""
+    entries: list[Param | Buffer] = [*program.params, *kept(program)]
+    known = {n: n if x.members else x.fqn for x in entries for n in (x.members or x.names)}
+    model = {k.removeprefix("model."): x for k, x in index.tensors.items() if k.startswith("model.")}
+    names = best_names(known, model)
+    tensors = {f"model.{known[n]}": model[k] for n, k in reversed(names.items())}
+    tensors |= {f"model.{k}": x for k, x in model.items() if k not in names.values()}
+    if (facts := index.optimizer) is not None:
+        stepped = dict.fromkeys(n for group in facts["groups"] for n in group["params"])
+        if stepped and all(n.isdigit() for n in stepped):
+            fix = "save it with torch.distributed.checkpoint.state_dict.get_state_dict, or begin from --weights"
+            raise ShardcError("its optimizer's state is by numbers, not by names", where=str(path), fix=fix)
+        ours = {k: known[n] for n, k in best_names(known, stepped).items()}
+        for key, x in index.tensors.items():
+            theirs, _, state = key.removeprefix("optimizer.").rpartition(".")
+            if key.startswith("optimizer.") and theirs in ours:
+                tensors[f"optimizer.{ours[theirs]}.{state}"] = x
+        groups = [{**g, "params": [ours[n] for n in g["params"] if n in ours]} for g in facts["groups"]]
+        facts = {**facts, "groups": groups}
+    return replace(index, tensors=tensors, optimizer=facts)
 
 
 def _read(

@@ -36,6 +36,7 @@ from shardc.runtime.state.boxes import in_memory
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init_tape import RECORDING, Recorder
 from shardc.runtime.state.weight_files import WeightFiles, of_files
+from shardc.runtime.storage.urls import Url
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree
 
@@ -141,16 +142,22 @@ def _names(names: Iterable[str]) -> str:
 
 def _by_name(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Match tensors by name, ignoring peft's additions and a prefix of a wrapper or an outer model."""
-    best: dict[str, Tensor] = {}
-    used: set[str] = set()
+    names = best_names(own, found)
+    used = set(names.values())
+    return {n: found[k] for n, k in names.items()}, [k for k in found if k not in used]
+
+
+def best_names(own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, str]:
+    """Return {model name: file name} of those that are found, in the spelling that finds most."""
+    best: dict[str, str] = {}
     for renamed in _spellings(own, found):
-        mapped = {n: found[k] for n, k in renamed.items() if k in found}
+        mapped = {n: k for n, k in renamed.items() if k in found}
         if len(mapped) > len(best):
-            best, used = mapped, {renamed[n] for n in mapped}
-    return best, [k for k in found if k not in used]
+            best = mapped
+    return best
 
 
-def _spellings(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
+def _spellings(own: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Yield {model name: possible file name}: unchanged, without peft's additions, with other prefixes."""
     plain = {n: _PEFT.sub("", n) for n in own}
     yield {n: n for n in own}
@@ -226,7 +233,7 @@ def _ignored(module: Any, name: str) -> bool:
 def hf_builder(folder: Path) -> Callable[[], nn.Module] | None:
     """Return a builder, without weights, for a folder of the transformers library; None for other folders."""
     config_file = folder / "config.json"
-    if not config_file.is_file() or "architectures" not in config_file.read_text():
+    if isinstance(folder, Url) or not config_file.is_file() or "architectures" not in config_file.read_text():
         return None
     try:
         import transformers

@@ -2,6 +2,7 @@
 
     every rank   plans what it writes ─► its files, fsynced ─► part-RANK.json, an index of its files ─┐ agree
     rank 0                       index.json from all parts, fsynced ─► one rename ─► prune ───────────┴ agree
+                                 (in a store there is no rename: the index, written last, makes it a checkpoint)
 
 Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and older checkpoints
 are unchanged. All files go into a folder that gets its name at the very end (checkpoint_folder.py). `Save` does the
@@ -18,7 +19,6 @@ import atexit
 import contextlib
 import hashlib
 import json
-import os
 import secrets
 import sys
 import threading
@@ -33,13 +33,15 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import checkpoint_folder, checkpoint_index, disk_calls
+from shardc.runtime.state import checkpoint_folder, checkpoint_index
 from shardc.runtime.state.boxes import Box, Numbers
 from shardc.runtime.state.checkpoint_folder import WORK, Known, SavingError, words
 from shardc.runtime.state.checkpoint_index import DIGEST, File, Index, Slice, Stored, json_number
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import combined, state_parts
 from shardc.runtime.state.tensor_file import bytes_of, header, stored_as
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
 
@@ -162,7 +164,7 @@ def program_hash(program: Program) -> str:
 class Save:
     """One save of one rank. id: the same on all ranks; folder: that the user named.
 
-    saved: the checkpoint has its name. done: bytes written.
+    saved: the checkpoint has its name. done: bytes written. work_folder: where files are until all are complete.
     """
 
     mesh: Any
@@ -179,12 +181,8 @@ class Save:
     done: int = 0
     nbytes: int = 0
     lock: disk_calls.Lock | None = None
+    work_folder: Path = Path()
     _thread: threading.Thread | None = None
-
-    @property
-    def work_folder(self) -> Path:
-        """Where files are written until all are complete."""
-        return self.folder / f"{WORK}{self.id}"
 
     def start(self, run: Callable[[], None], *, background: bool) -> None:
         """Run a function here or in a thread; keep its error in `.error`."""
@@ -216,6 +214,7 @@ class Save:
         self.plan = plan()
         _check_plain(self.plan.facts)  # before anything is written
         self.step = int(self.plan.facts["extra"].get("step", 0))
+        self.work_folder = self.folder / f"{WORK}{self.id}"
         self.drafts = self.plan.drafts({"checkpoint": self.id, "step": str(self.step)})
         self.nbytes = sum(draft.starts[-1] - draft.starts[0] for draft in self.drafts.values())
         if self.mesh.rank == 0:
@@ -228,7 +227,7 @@ class Save:
         files, tensors, rank = list[File](), self.plan.tensors, self.mesh.rank
         for kind, draft in self.drafts.items():
             name = f"{kind}-{rank:05d}.safetensors"
-            file = disk_calls.Stream(self.work_folder / name)
+            file = disk_calls.new_file(self.work_folder / name)
             try:
                 file.add(memoryview(draft.head))
                 for piece, start in zip(draft.pieces, draft.starts, strict=False):
@@ -262,9 +261,10 @@ class Save:
             fault += " saving here would replace another run's checkpoints"
             fix = "load them to go on from there, save to another folder, or pass overwrite=True"
             raise SavingError(fault, where=str(self.folder), fix=fix)
-        for name in os.listdir(self.folder):
-            if name.startswith(WORK):  # of a process that ended: nobody else has the lock
-                disk_calls.remove_folder(self.folder / name)
+        for path in checkpoint_folder.leftovers(self.folder):  # nobody else has the lock
+            checkpoint_folder.remove(path)
+        if isinstance(self.folder, Url):
+            self.work_folder = checkpoint_folder.free_name(self.folder, self.step)
         disk_calls.make_folder(self.work_folder)
 
     def commit(self) -> None:
@@ -272,18 +272,20 @@ class Save:
         paths = [self._part(r) for r in range(self.mesh.layout.world)]
         parts = (disk_calls.read_file(path, checkpoint_index.MAX_BYTES) for path in paths)
         index = _joined([checkpoint_index.from_bytes(part) for part in parts])
-        disk_calls.write_file(self.work_folder / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
         for p in paths:
             disk_calls.unlink(p)
-        disk_calls.sync_folder(self.work_folder)
-        path = checkpoint_folder.free_name(self.folder, self.step)
-        disk_calls.rename(self.work_folder, path)
-        disk_calls.sync_folder(self.folder)
+        disk_calls.write_file(self.work_folder / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
+        path = self.work_folder
+        if not isinstance(path, Url):
+            disk_calls.sync_folder(self.work_folder)
+            path = checkpoint_folder.free_name(self.folder, self.step)
+            disk_calls.rename(self.work_folder, path)
+            disk_calls.sync_folder(self.folder)
         self.saved = True
         try:
             for g in checkpoint_folder.generations(self.folder):
                 if not g.replaced and g.step > self.step:
-                    disk_calls.rename(g.path, g.path.with_name(f"{g.path.name}.old"))
+                    checkpoint_folder.set_aside(g)
             if self.keep is not None:
                 checkpoint_folder.prune(self.folder, self.keep, known=path)
         finally:
@@ -293,9 +295,9 @@ class Save:
         """Release the lock, and remove the files of a failed save."""
         if self.lock is not None:
             try:
-                if failed:
+                if failed and not self.saved:
                     with contextlib.suppress(OSError):
-                        disk_calls.remove_folder(self.work_folder)
+                        checkpoint_folder.remove(self.work_folder)
             finally:
                 self.lock.release()
 
@@ -350,6 +352,8 @@ class Saves:
             self._known.see(save.folder)
         save.start(lambda: save.prepare(plan, copy=not wait), background=False)
         self._agree(save)
+        if isinstance(save.folder, Url):
+            save.work_folder = disk_calls.expanded(agreement.text_of_first(self._mesh, str(save.work_folder)))
         save.start(save.write, background=not wait)
         if wait:
             self.finish()

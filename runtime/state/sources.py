@@ -18,6 +18,7 @@ from shardc.runtime.state.init import Recipe, named_tensors, record, record_rese
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
+from shardc.runtime.storage import disk_calls
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def weights_for(model: Any, files: Any, seed: int) -> Weights:
     if isinstance(model, (str, Path)) and files is None:
         model, files = None, model
     if model is None and files is not None and not isinstance(files, Mapping):
-        model = hf_builder(files.path if isinstance(files, WeightFiles) else Path(files))
+        model = hf_builder(files.path if isinstance(files, WeightFiles) else disk_calls.expanded(files))
     if model is None:
         return weights(files, seed)
     if files is None:

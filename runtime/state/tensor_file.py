@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir import type_text
-from shardc.runtime.state import disk_calls
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Remote, Url
 
 #: safetensors' names of dtypes, for those that both it and torch have: mostly those of a program's text, in capitals.
 DTYPES = {name.upper(): dtype for dtype, name in type_text.DTYPES.items() if not name.startswith(("f8", "c128"))} | {
@@ -71,12 +72,64 @@ def open_safetensors(path: Path) -> Any:
     Raises ShardcError for another kind of file, before anything is allocated.
     """
     try:
+        if isinstance(path, Url):
+            return RemoteTensors(path)
         with disk_calls.opened(path, links=True):  # a pipe would block
             return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as e:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         fix = "copy or download the file again: it is truncated, damaged, or not a .safetensors file"
         why, fix = instead(path) or (getattr(e, "strerror", None) or e, fix)
         raise ShardcError(f"the file cannot be read: {why}", where=str(path), fix=fix) from None
+
+
+class RemoteTensors:
+    """A .safetensors file in a store, with what shardc uses of safetensors.safe_open. Raises ValueError, OSError."""
+
+    def __init__(self, path: Url) -> None:
+        self._file = Remote.opened(path)
+        length = int.from_bytes(self._file.read(0, 8), "little")
+        if length > min(MAX_HEADER, self._file.size - 8):
+            raise ValueError("its header is longer than the file, or than safetensors allows")
+        self._begin, self._table = 8 + length, json.loads(self._file.read(8, length))
+        self._metadata = self._table.pop("__metadata__", {})
+        for name, x in self._table.items():
+            start, stop = x["data_offsets"]
+            nbytes = math.prod(x["shape"]) * DTYPES[x["dtype"]].itemsize if x["dtype"] in DTYPES else stop - start
+            if not 0 <= start <= stop <= self._file.size - self._begin or stop - start != nbytes:
+                raise ValueError(f"it is truncated or damaged: {name} does not fit it")
+
+    def keys(self) -> list[str]:
+        return list(self._table)
+
+    def metadata(self) -> dict[str, str]:
+        return dict(self._metadata)
+
+    def get_slice(self, name: str) -> RemoteSlice:
+        x = self._table[name]
+        return RemoteSlice(self._file, x["dtype"], tuple(x["shape"]), self._begin + x["data_offsets"][0])
+
+
+@dataclass(frozen=True)
+class RemoteSlice:
+    """A tensor of it. start: its first byte in the file. Indexing reads rows, and no others."""
+
+    file: Remote
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, box: Any) -> Tensor:
+        dtype, (rows, *rest) = DTYPES[self.dtype], box if self.shape else [slice(0, 1)]
+        row, count = math.prod(self.shape[1:]) * dtype.itemsize, rows.stop - rows.start
+        data = self.file.read(self.start + rows.start * row, count * row)
+        read = torch.frombuffer(bytearray(data), dtype=dtype).view(count, *self.shape[1:])
+        return read[(slice(None), *rest)] if self.shape else read[0]
 
 
 _AGAIN = "copy or download it again"
@@ -92,9 +145,10 @@ def instead(path: Path) -> tuple[str, str] | None:
     """Return what is in a file that cannot be read as weights, and what to do; None if nothing is known."""
     try:
         with disk_calls.opened(path, links=True) as descriptor:
-            size, begin = os.fstat(descriptor).st_size, os.pread(descriptor, 64, 0)
+            size = disk_calls.size_of(descriptor)
+            begin = disk_calls.read_range(descriptor, 0, min(size, 64))
             end = 8 + int.from_bytes(begin[:8], "little")
-            head = os.pread(descriptor, min(end, MAX_HEADER), 0)[8:] if begin[8:9] == b"{" else b""
+            head = disk_calls.read_range(descriptor, 0, min(end, size, MAX_HEADER))[8:] if begin[8:9] == b"{" else b""
     except OSError:
         return None
     if not size:

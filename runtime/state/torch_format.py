@@ -1,25 +1,28 @@
-"""Convert checkpoints of torch.distributed.checkpoint, from and to shardc's format.
-
-shardc wrote that format before, and torch's tools and other libraries use it.
+"""Read a folder of torch.distributed.checkpoint, as FSDP2, torchtitan, Lightning and accelerate write it.
 
     DIR/.metadata             a pickle: tensors as boxes, and where their bytes are
     DIR/__0_0.distcp ...      each box as a file of torch.save, one after the other
-    DIR/manifest.json         of shardc: the optimizer's settings, the caller's `extra`
+    DIR/manifest.json         of shardc (`checkpoint export`): the optimizer's settings, the caller's `extra`
 
-`.metadata` must be unpickled, which shardc's own format avoids. So only `shardc checkpoint import` does it, a process
-of its own, with an unpickler that only finds the few classes that torch uses. torch's own code reads and writes the
-rest, one tensor at a time.
+It becomes the `Index` of a checkpoint, whose slices are these boxes: what reads checkpoints reads it too, and a rank
+reads the rows that it needs. `.metadata` is unpickled by an unpickler that only makes the few classes that torch uses;
+the rest is read with weights_only=True. Keys become names:
+
+    up.weight, model.up.weight, app.model.up.weight         model.up.weight
+    optimizer.state.up.weight.exp_avg                       optimizer.up.weight.exp_avg
+    optimizer.param_groups, .param_groups.up.weight.lr      the optimizer's settings
+    train_state.step, or the step of the optimizer          the step
+    lr_scheduler, dataloader, ...                           left out
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import json
+import math
 import pickle
 import re
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,75 +30,220 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as torch_metadata
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardc.errors import ShardcError
-from shardc.ir.mesh import Mesh
-from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Box
-from shardc.runtime.state.checkpoint_folder import check_files, read_box, read_index
-from shardc.runtime.state.checkpoint_index import Index
-from shardc.runtime.state.saving import Plan, Saves
+from shardc.runtime.state.boxes import Numbers
+from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, check_slices, plain
+from shardc.runtime.storage import disk_calls
+from shardc.torch_private import FakeTensorMode
 
+METADATA, MANIFEST, MANIFEST_FORMAT = ".metadata", "manifest.json", 1
+#: The `id` of an index that was made from such a folder.
+ID = "torch.distributed.checkpoint"
 _FILE = re.compile(r"__\d+_\d+\.distcp")
-_MAX_METADATA = 4 << 30
-_MANIFEST_FORMAT = 1
+_LARGEST = 4 << 30
 _KEYS = ("model.", "optimizer.")
+_STATE = re.compile(r"(?:[\w.]*\.)??optim\w*\.state\.(.+)\.([^.]+)")
+_GROUPS = re.compile(r"(?:[\w.]*\.)??optim\w*\.param_groups(?:\.(.+)\.([^.]+))?")
+_STEP = re.compile(r"(?:[\w.]*\.)??(?:train_state\.)?(?:global_)?step")
+_OTHER = re.compile(r"(optim|(lr_)?scheduler|train_state|data_?loader|rng|extra|loops|callbacks)\w*(\.|$)")
+#: What wrappers of modules add to names.
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+#: Optimizers whose state shardc continues, and its names.
+_OPTIMIZERS = {"AdamW": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "SGD": {"momentum_buffer"}}
 
 
-# --- in
+def is_torch(folder: Path) -> bool:
+    """Return whether this is a folder of torch.distributed.checkpoint."""
+    return (folder / METADATA).is_file()
 
 
-def import_checkpoint(folder: Path, new: Path) -> str:
-    """Convert a checkpoint of torch.distributed.checkpoint; return a line about it.
+def last_in(folder: Path) -> Path | None:
+    """Return the folder of the last step in a folder of such folders: step-1000, checkpoint_1000."""
+    steps = ((re.fullmatch(r"(?:step|checkpoint)\D?(\d+)", x.name), x) for x in folder.iterdir())
+    present = [(int(match[1]), x) for match, x in steps if match and is_torch(x)]
+    return max(present)[1] if present else None
 
-    Raises ShardcError if it cannot be read, or is no such checkpoint.
-    """
+
+def read(folder: Path) -> tuple[Index, list[str]]:
+    """Return the index of such a folder, and the keys that it leaves out. Raises ShardcError if it cannot be read."""
+    metadata, manifest = _read_metadata(folder / METADATA), _read_manifest(folder / MANIFEST)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that there are no other ranks
-            return _import(folder, new)
-    except (ShardcError, OSError):
+        return _index(_Folder(folder, metadata), manifest)
+    except ShardcError:
         raise
-    except Exception as e:  # a malformed file can raise any error in torch
+    except Exception as e:  # a malformed file can have anything anywhere
         fix = "check whether torch itself reads it"
         raise ShardcError(f"it cannot be read: {type(e).__name__}: {e}", where=str(folder), fix=fix) from e
 
 
-def _import(folder: Path, new: Path) -> str:
-    metadata, manifest = _read_metadata(folder / ".metadata"), _read_manifest(folder / "manifest.json")
-    for info in metadata.storage_data.values():
-        file = folder / str(info.relative_path)
-        if not _FILE.fullmatch(str(info.relative_path)) or file.is_symlink() or not file.is_file():
+class _Folder:
+    """Such a folder: the places of its tensors and of its other values."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        self.path, self.files, self.tensors = path, list[File](), dict[str, Stored]()
+        self._places = {
+            (i.fqn, None if i.offset is None else tuple(i.offset)): self._file(info)
+            for i, info in metadata.storage_data.items()
+        }
+        self.values = [k for k, x in metadata.state_dict_metadata.items() if not isinstance(x, TensorStorageMetadata)]
+        paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+        self.paths = {key: tuple(map(str, paths.get(key, (key,)))) for key in metadata.state_dict_metadata}
+        for key, x in metadata.state_dict_metadata.items():
+            if isinstance(x, TensorStorageMetadata):
+                slices = tuple(self._slice(key, tuple(c.offsets), tuple(c.sizes)) for c in x.chunks if 0 not in c.sizes)
+                self.tensors[key] = Stored(x.properties.dtype, tuple(x.size), slices)
+
+    def _file(self, info: Any) -> File:
+        name, start, count = str(info.relative_path), int(info.offset), int(info.length)
+        if not _FILE.fullmatch(name) or start < 0 or count < 0:
             fix = "the checkpoint is not complete, or not to be trusted"
-            fault = f"the checkpoint names a file that torch does not write: {str(info.relative_path)!r}"
-            raise ShardcError(fault, where=str(folder), fix=fix)
-    reader = FileSystemReader(folder)
-    reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+            fault = f"the checkpoint names a file that torch does not write: {name!r}"
+            raise ShardcError(fault, where=str(self.path), fix=fix)
+        if getattr(info, "transform_descriptors", None):
+            fix = "save it without extensions, or convert it with torch"
+            raise ShardcError("its files are compressed or encrypted", where=str(self.path), fix=fix)
+        return File(name, 0, start + count, start, "")
 
-    @functools.lru_cache(maxsize=1)  # a tensor is written slice by slice
-    def read(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        x = torch.empty(shape, dtype=dtype)
-        load({key: x}, storage_reader=reader, no_dist=True)
-        return x
+    def _slice(self, key: str, offset: Numbers, shape: Numbers) -> Slice:
+        self.files.append(self._places[key, offset])
+        return Slice(len(self.files) - 1, self.files[-1].header, offset, shape, "")
 
-    plan, stored = Plan(_facts(manifest)), metadata.state_dict_metadata
-    tensors = {key: x for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
-    names = _names(tensors, ours=manifest is not None)
-    left = [key for key in stored if key not in names]
-    for key, name in names.items():
-        entry = tensors[key]
-        dtype, shape = entry.properties.dtype, tuple(entry.size)
-        boxes = [Box.alone((0,) * len(shape), shape)] if 0 not in shape else []
-        plan.add(name, dtype, shape, boxes, functools.partial(read, key, shape, dtype))
-    loopback(Mesh.of({"dp": 1}), lambda mesh: Saves(mesh).save(new, lambda: plan))
-    out = f"; left out, as they are not tensors of the model or its optimizer: {', '.join(left[:5])}" if left else ""
-    return f"{len(plan.tensors)} tensors of {folder}{out}"
+    def value(self, key: str) -> Any:
+        """Read a number, or another plain value. Raises ShardcError for objects."""
+        if key in self.tensors:
+            (s,) = self.tensors[key].slices
+            with disk_calls.opened(self.path / self.files[s.file].name) as descriptor:
+                return read_rows(descriptor, self.files[s.file], s, self.tensors[key].dtype)
+        file = self._places[key, None]
+        with disk_calls.opened(self.path / file.name) as descriptor:
+            data = disk_calls.read_range(descriptor, file.header, file.nbytes - file.header)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            fix = "nothing in it was run; copy the checkpoint again, or begin from --weights without this value"
+            fault = f"{key} is not a plain value: it is damaged, or an object, which is code"
+            raise ShardcError(fault, where=str(self.path), fix=fix) from None
+
+
+def _index(folder: _Folder, manifest: Mapping[str, Any] | None) -> tuple[Index, list[str]]:
+    facts: dict[str, Any] = {"model": "", "mesh": {}}
+    if manifest is not None:
+        facts |= {k: manifest[k] for k in facts if k in manifest}
+        tensors = {k: x for k, x in folder.tensors.items() if k.startswith(_KEYS)}
+        extra, optimizer = {"step": 0, **manifest.get("extra", {})}, manifest.get("optimizer")
+    else:
+        model = _model_names(folder)
+        states = {k: match for k in folder.tensors if (match := _STATE.fullmatch(k))}
+        tensors = {f"model.{name}": folder.tensors[key] for key, name in model.items()}
+        tensors |= {f"optimizer.{_plain(m[1])}.{m[2]}": folder.tensors[k] for k, m in states.items()}
+        optimizer, extra = _optimizer(folder, {_plain(m[1]): m for m in states.values()}, states), {"step": 0}
+        steps = [k for k in (*folder.values, *folder.tensors) if _STEP.fullmatch(k) and k not in states]
+        counts = [k for k, match in states.items() if match[2] == "step"]
+        for key in (steps or counts)[:1]:
+            extra["step"] = int(folder.value(key))
+    step = int(extra["step"])
+    index = Index(
+        ID, step, program="", extra=extra, optimizer=optimizer, files=tuple(folder.files), tensors=tensors, **facts
+    )
+    check_slices(index)
+    used = {id(x) for x in tensors.values()}
+    return index, [k for k, x in folder.tensors.items() if id(x) not in used]
+
+
+def _plain(name: str) -> str:
+    return _WRAPPER.sub("", name)
+
+
+def _model_names(folder: _Folder) -> dict[str, str]:
+    """Return {key: name} of the model's tensors: what is beside sections of other names, without its own section."""
+    keys = [
+        k
+        for k in folder.tensors
+        if not (_STATE.fullmatch(k) or _STEP.fullmatch(k) or any(_OTHER.match(x) for x in (k, *folder.paths[k][:-1])))
+    ]
+    paths = {k: folder.paths[k] for k in keys}
+    while paths and all(len(p) > 1 for p in paths.values()) and len({p[0] for p in paths.values()}) == 1:
+        paths = {k: p[1:] for k, p in paths.items()}
+    return {k: _plain(".".join(p)) for k, p in paths.items()}
+
+
+def _optimizer(folder: _Folder, named: Collection[str], states: Mapping[str, re.Match[str]]) -> dict[str, Any] | None:
+    """Return the facts of the optimizer, as an index has them. named: its parameters."""
+    settings: dict[str, dict[str, Any]] = {}
+    for key in (*folder.values, *folder.tensors):
+        if (match := _GROUPS.fullmatch(key)) and match[1] is not None:
+            settings.setdefault(_plain(match[1]), {})[match[2]] = plain(folder.value(key))
+        elif match:  # the groups as one list
+            settings |= {f"group {i}": plain(group) for i, group in enumerate(folder.value(key))}
+    for group in [x for x in settings.values() if isinstance(x.get("params"), list)]:
+        settings |= {_plain(str(n)): {k: v for k, v in group.items() if k != "params"} for n in group["params"]}
+    if not named:
+        return None
+    kinds = {match[2] for match in states.values()}
+    kind = next((k for k, known in _OPTIMIZERS.items() if kinds <= known), f"with {', '.join(sorted(kinds))}")
+    if kind == "AdamW" and any(x.get("decoupled_weight_decay") is False for x in settings.values()):
+        kind = "Adam"
+    groups: dict[str, dict[str, Any]] = {}
+    for name in named:
+        own = {k: v for k, v in settings.get(name, {}).items() if k not in ("params", "param_names")}
+        groups.setdefault(repr(sorted(own.items())), {**own, "class": kind, "params": []})["params"].append(name)
+    return {"class": kind, "groups": [*groups.values()], "numbers": {}}
+
+
+# --- the numbers
+
+
+class _Window(io.RawIOBase):
+    """The bytes of one box in a file, as a file of its own."""
+
+    def __init__(self, descriptor: disk_calls.Opened, file: File) -> None:
+        self._descriptor, self._file, self._at = descriptor, file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    seekable = readable
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._file.nbytes - self._file.header)[whence]
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        count = max(min(len(into), self._file.nbytes - self._file.header - self._at), 0)
+        disk_calls.read_into(self._descriptor, memoryview(into)[:count], self._file.header + self._at)
+        self._at += count
+        return count
+
+
+def read_rows(
+    descriptor: disk_calls.Opened, file: File, s: Slice, dtype: torch.dtype, rows: slice | None = None
+) -> Tensor:
+    """Read rows of a box, without the rest; None: all. Raises OSError if it is not what `.metadata` says."""
+    try:
+        with FakeTensorMode():  # shapes and places
+            x = torch.load(io.BufferedReader(_Window(descriptor, file), 1 << 14), weights_only=True)
+        storage: Any = x.untyped_storage()
+        place, shape = file.header + storage._checkpoint_offset + x.storage_offset() * dtype.itemsize, s.shape
+        if (tuple(x.shape), x.dtype) != (shape, dtype):
+            raise OSError(f"it has {x.dtype} {list(x.shape)}, and not {dtype} {list(shape)}")
+        by_rows = rows is not None and x.is_contiguous()
+        if rows is not None and by_rows:
+            place += rows.start * math.prod(shape[1:]) * dtype.itemsize
+            shape = (rows.stop - rows.start, *shape[1:])
+        stride = x.stride()
+        count = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        data = bytearray(disk_calls.read_range(descriptor, place, count * dtype.itemsize))
+    except OSError:
+        raise
+    except Exception as e:  # torch raises errors of many kinds
+        raise OSError(f"it is not a tensor that torch has saved: {type(e).__name__}") from None
+    read = torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
+    return read if rows is None or by_rows else read[rows]
+
+
+# --- the files beside them
 
 
 class _Unpickler(pickle.Unpickler):
@@ -118,7 +266,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        metadata = _Unpickler(io.BytesIO(disk_calls.read_file(path, _MAX_METADATA))).load()
+        metadata = _Unpickler(io.BytesIO(disk_calls.read_file(path, _LARGEST))).load()
     except FileNotFoundError:
         fix = "name a folder with .metadata and *.distcp files"
         raise ShardcError("this folder has no checkpoint of torch", where=str(path.parent), fix=fix) from None
@@ -134,61 +282,11 @@ def _read_metadata(path: Path) -> Metadata:
 def _read_manifest(path: Path) -> dict[str, Any] | None:
     fix = "leave it out to import only tensors"
     try:
-        manifest = json.loads(disk_calls.read_file(path, _MAX_METADATA))
+        manifest = json.loads(disk_calls.read_file(path, _LARGEST))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:
         raise ShardcError(f"it cannot be read: {e}", where=str(path), fix=fix) from None
-    if not isinstance(manifest, dict) or manifest.get("format") != _MANIFEST_FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != MANIFEST_FORMAT:
         raise ShardcError("it is not a manifest of shardc", where=str(path), fix=fix)
     return manifest
-
-
-def _facts(manifest: Mapping[str, Any] | None) -> dict[str, Any]:
-    table = manifest or {}
-    facts = {"model": str(table.get("model", "")), "program": "", "mesh": dict(table.get("mesh", {}))}
-    return {**facts, "extra": {"step": 0, "seed": 0, **table.get("extra", {})}, "optimizer": table.get("optimizer")}
-
-
-def _names(keys: Iterable[str], *, ours: bool) -> dict[str, str]:
-    """Return the names of tensors here, by key; other libraries' optimizer state, whose names differ, is left out."""
-    if ours:
-        return {key: key for key in keys if key.startswith(_KEYS)}
-    model = [key for key in keys if not key.startswith(("optim", "scheduler", "extra"))]
-    # a model's own names may begin so too (`model.embed_tokens`), but not all of them (`lm_head`)
-    inside = all(key.startswith("model.") for key in model)
-    return {key: key if inside else f"model.{key}" for key in model}
-
-
-# --- out
-
-
-class _Planner(DefaultSavePlanner):
-    """Reads a tensor when it is written. Names and shapes are known before."""
-
-    def __init__(self, path: Path, index: Index) -> None:
-        super().__init__()
-        self._path, self._index = path, index
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        shape = self._index.tensors[index.fqn].shape
-        return read_box(self._path, self._index, index.fqn, (0,) * len(shape), shape)
-
-
-def export_checkpoint(path: Path, new: Path) -> str:
-    """Write a checkpoint in the format of torch.distributed.checkpoint, with manifest.json beside it.
-
-    One tensor is in memory at a time. Raises ShardcError for a damaged checkpoint.
-    """
-    index = read_index(path)
-    if new.exists() and any(new.iterdir()):
-        raise ShardcError("the folder is not empty", where=str(new), fix="name a new one")
-    check_files(path, index)
-    forms = {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in index.tensors.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that there are no other ranks
-        save(forms, storage_writer=FileSystemWriter(new), planner=_Planner(path, index), no_dist=True)
-    manifest = {"format": _MANIFEST_FORMAT, "model": index.model, "mesh": index.mesh, "extra": index.extra}
-    manifest |= {"optimizer": index.optimizer} if index.optimizer is not None else {}
-    disk_calls.write_file(new / "manifest.json", json.dumps(manifest, indent=2).encode() + b"\n")
-    return f"{len(index.tensors)} tensors of {path}"

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Numbers, Sliced, in_memory_by_name, index
 from shardc.runtime.state.checkpoint_folder import checkpoints_in, of_others, read_box, read_index
 from shardc.runtime.state.quantized import plain_state
 from shardc.runtime.state.tensor_file import DTYPES, instead, open_safetensors
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ def of_files(path: Path, files: Sequence[Path]) -> WeightFiles:
     """Return the weights in these files, all safetensors or all torch's. path: what the user named."""
     if files[0].suffix == ".safetensors":
         return _of_safetensors(path, files)
+    if isinstance(path, Url):
+        fix = "copy it to this machine, or convert it to safetensors"
+        raise ShardcError("only .safetensors files and checkpoints are read from a store", where=str(path), fix=fix)
     return WeightFiles(path, "torch", in_memory_by_name({n: x for file in files for n, x in torch_file(file).items()}))
 
 

@@ -108,7 +108,7 @@ class Saver:
     def go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
         """Set step, seed, schedules, loss scale and loaders to those of a checkpoint or another engine."""
         rng, update = self.model.rng, self.update
-        rng.step, rng.seed = int(extra["step"]), int(extra["seed"])
+        rng.step, rng.seed = int(extra["step"]), int(extra.get("seed", rng.seed))
         self.extra.clear()
         self.extra.update(extra.get("user", {}))
         if update.scaler is not None and "loss_scale" in extra:

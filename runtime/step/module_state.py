@@ -91,7 +91,7 @@ class ModuleState(nn.Module):
             r.checks.call("loading a checkpoint")
             extra = load(folder, held, last_good=last_good)
         r.saves.loaded(folder)
-        r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
+        r.rng.step, r.rng.seed = int(extra["step"]), int(extra.get("seed", r.rng.seed))
         for note in resumed.changed(r.program, extra):
             r.mesh.note(note)
         return dict(extra.get("module", {}))

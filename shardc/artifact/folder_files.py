@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.state import disk_calls
 from shardc.runtime.state.tensor_file import open_safetensors
+from shardc.runtime.storage import disk_calls
 
 MANIFEST, LAYOUTS, SPEC = "manifest.json", "layouts.json", "spec.yaml"
 CONSTANTS, SCHEDULE = "constants.safetensors", "schedule.txt"
@@ -36,9 +36,10 @@ def may_hold(name: str) -> bool:
 def digest(file: Path) -> str:
     """Return the SHA-256 of a regular file, read in blocks. Raises OSError for a link or anything else."""
     sha = hashlib.sha256()
-    with disk_calls.opened(file) as descriptor, open(descriptor, "rb", closefd=False) as f:
-        while block := f.read(1 << 20):
-            sha.update(block)
+    with disk_calls.opened(file) as descriptor:
+        size, block = disk_calls.size_of(descriptor), 1 << 20
+        for place in range(0, size, block):
+            sha.update(disk_calls.read_range(descriptor, place, min(block, size - place)))
     return sha.hexdigest()
 
 

@@ -92,7 +92,8 @@ def prune(
     debug: DebugOption = False,
 ) -> None:
     """Remove all but the last checkpoints of a folder, and the best. The last undamaged one always stays."""
-    from shardc.runtime.state import checkpoint_folder, disk_calls
+    from shardc.runtime.state import checkpoint_folder
+    from shardc.runtime.storage import disk_calls
 
     with reporting(debug, as_json) as show:
         holder = _all(folder)[0].path.parent
@@ -116,7 +117,7 @@ def export(
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint in torch.distributed.checkpoint's format, for other tools."""
-    from shardc.runtime.state.torch_format import export_checkpoint
+    from shardc.runtime.state.torch_conversion import export_checkpoint
 
     with reporting(debug, as_json) as show:
         _report(show, export_checkpoint(_one(folder), new), new)
@@ -125,7 +126,7 @@ def export(
 @app.command("import", cls=Command)
 def import_(old: Folder, new: NewFolder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint, also of an old shardc. No code in it is run."""
-    from shardc.runtime.state.torch_format import import_checkpoint
+    from shardc.runtime.state.torch_conversion import import_checkpoint
 
     with reporting(debug, as_json) as show:
         _report(show, import_checkpoint(old, new), new)
@@ -137,7 +138,9 @@ def _report(show: Show, what: str, new: Path) -> None:
 
 def _all(folder: Path) -> list[Generation]:
     from shardc.runtime.state.checkpoint_folder import checkpoints_in, none_in
+    from shardc.runtime.storage.disk_calls import expanded
 
+    folder = expanded(folder)
     if not (checkpoints := checkpoints_in(folder)):
         raise none_in(folder)
     return checkpoints

@@ -26,6 +26,7 @@ from rich.console import Console
 from shardc.cli.options import Named
 from shardc.collector import collect_seldom
 from shardc.errors import ERROR, ShardcError
+from shardc.runtime.storage.urls import Url
 from shardc.runtime.time_limits import FAILING
 
 if TYPE_CHECKING:
@@ -169,6 +170,9 @@ def check_outputs(files: Mapping[str, Path | None] = {}, folders: Mapping[str, P
         _try(path.parent, path, option)
     for option, path in folders.items():
         if path is None:
+            continue
+        if isinstance(path, Url) and option == "--save":
+            path.check(option)
             continue
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
         if not existing.is_dir():

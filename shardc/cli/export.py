@@ -47,7 +47,9 @@ def command(
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
         from shardc.runtime.state.weight_files import open_weights
+        from shardc.runtime.storage.disk_calls import expanded
 
+        checkpoint = expanded(checkpoint)
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
         if not overwrite and (foreign := foreign_weights(out)) is not None:
             raise refused(foreign, "add --overwrite")

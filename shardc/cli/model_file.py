@@ -36,9 +36,9 @@ from shardc.ir.source import is_users
 from shardc.optional import install, needed
 from shardc.runtime.data.samples import is_map_style
 from shardc.runtime.launch import short_sockets
-from shardc.runtime.state import disk_calls
 from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.weight_files import has_weights
+from shardc.runtime.storage import disk_calls
 
 #: Arguments of data() for the number of this rank's part, and the number of parts.
 PARTS = ("part", "parts")

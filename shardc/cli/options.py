@@ -18,6 +18,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
+from shardc.runtime.storage.urls import expanded
 from shardc.spec.run_section import Run
 
 
@@ -148,7 +149,7 @@ def given(settings: dict[str, Any]) -> dict[str, Any]:
     values = {name: x for name, x in settings.items() if x not in (None, [])}
     for name, x in values.items():
         if isinstance(x, Path):
-            values[name] = str(x.expanduser())  # a shell leaves the `~` of --save=~/runs as it is
+            values[name] = str(expanded(x))  # a shell leaves the `~` of --save=~/runs as it is
         elif isinstance(x, list):
             values[name] = tuple(x)
     return values

@@ -13,6 +13,7 @@ from shardc.cli.options import Named, NprocOption, PushOption, given, names_prog
 from shardc.cli.ranks.make_job import ranks
 from shardc.errors import ShardcError
 from shardc.optional import needed
+from shardc.runtime.storage.urls import Url, expanded
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -52,9 +53,9 @@ def command(
 ) -> None:
     """Train: start one process for each rank on this machine, or join the world of torchrun or Slurm."""
 
-    resume = resume.expanduser() if resume else None
+    resume = expanded(resume) if resume else None
     options = given(settings)
-    save, log = (Path(options[name]) if name in options else None for name in ("save", "log"))
+    save, log = (expanded(options[name]) if name in options else None for name in ("save", "log"))
     with ranks(named, nproc, weights, options.get("watch")) as all_ranks:
         # only rank 0 writes lines, on its machine; without a launcher, another job has left RANK behind
         first = not all_ranks.joined or os.environ["RANK"] == "0"
@@ -62,7 +63,7 @@ def command(
         _check_options(options)
         program = all_ranks.program(as_compiled=as_compiled)
         run = _settings(program.spec.run, **options)
-        save, log = (Path(x) if x else None for x in (run.save, run.log))
+        save, log = (expanded(x) if x else None for x in (run.save, run.log))
         if new_schedule and not run.auto_resume:
             _check_resumed(resume, "--new-schedule", "has the model file's schedule")
         if new_data:
@@ -75,8 +76,9 @@ def command(
             overwrite = overwrite or resume is None
         _check(program, named.model, resume)
         _check_folders(save, log, resume, overwrite=overwrite)
-        if push_to_hub and save is None:
-            raise ShardcError("there is nothing to upload", where="--push-to-hub", fix="name a folder, --save DIR")
+        if push_to_hub and (save is None or isinstance(save, Url)):
+            fix = "name a folder of this machine, --save DIR"
+            raise ShardcError("there is nothing to upload", where="--push-to-hub", fix=fix)
         if push_to_hub and first:
             needed("hub", "upload", "prepare")(push_to_hub)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
@@ -144,7 +146,7 @@ def _settings(run: Run, **options: Any) -> Run:
     from shardc.spec.run_section import NEEDS
 
     run = run.model_copy(update=options)
-    paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
+    paths = {name: str(expanded(x)) for name in ("save", "log") if (x := getattr(run, name))}
     run = run.model_copy(update=paths)
     for name, needs, fault in NEEDS:
         if getattr(run, name) and not getattr(run, needs):
@@ -231,6 +233,8 @@ def _in_use(path: Path) -> bool:
 
 def _exported(folder: Path, *, tied: bool) -> str:
     """Return which files of a run's folder other libraries can load, and how."""
+    if isinstance(folder, Url):
+        return f"for other libraries: shardc export MODEL {folder} OUT"
     if (folder / "adapter_config.json").exists():
         return f"adapter_model.safetensors\nload it with peft: PeftModel.from_pretrained(MODEL, {str(folder)!r})"
     if (folder / "config.json").exists():
@@ -257,6 +261,6 @@ def _summary(run: dict[str, Any], *, tied: bool) -> str:
         lines += [f"{run['skipped']} of {run['steps']} updates were left out: their loss or gradient was nan or inf"]
     if run["saved"]:
         lines += [
-            f"saved to {run['saved']}: checkpoint/ (loads on any mesh), {_exported(Path(run['saved']), tied=tied)}"
+            f"saved to {run['saved']}: checkpoint/ (loads on any mesh), {_exported(expanded(run['saved']), tied=tied)}"
         ]
     return "\n".join(lines)

@@ -93,6 +93,9 @@ class Run(Section):
         examples=[[5]],
     )
     routing: bool = Field(default=False, description="print in every step line how tokens are spread over experts")
+    check_links: bool = Field(
+        default=False, description="before the first step: send some megabytes between ranks, name slow or broken links"
+    )
     watch: Seconds = Field(
         default=NAMED, description="seconds after which a rank that the others wait for is reported; 0 = never"
     )

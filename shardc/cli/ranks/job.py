@@ -17,8 +17,10 @@ from shardc.cli.model_file import ModelFile
 from shardc.optional import registered
 from shardc.recompile import Resizer
 from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.mesh.link_check import check_links
 from shardc.runtime.stage.communicators import runtime_mesh
 from shardc.runtime.state.checkpoint_folder import checkpoints_in
+from shardc.runtime.storage.disk_calls import expanded
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
@@ -72,6 +74,9 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
     program = dataclasses.replace(program, resize=Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch))
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
+    if settings.check_links:
+        for line in check_links(mesh):
+            mesh.note(line)
     if settings.log:
         mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
     return file, program, mesh
@@ -81,7 +86,7 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
     """Return the `weights` for program.engine. Files may have added weights alone: the others are the model file's."""
     if not job.weights:
         return file.weights
-    named = Path(job.weights)
+    named = expanded(job.weights)
     partial = any(registered("runtime", "weights_of", program.features)) and not checkpoints_in(named)
     return (file.weights, named) if partial else named
 

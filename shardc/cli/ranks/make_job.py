@@ -38,7 +38,7 @@ POLL = 0.1  # seconds between looks into the store
 def run_folder() -> Iterator[Path]:
     """Yield a new folder, after the removal of folders that killed runs left. It is removed at the end."""
     from shardc.runtime.launch import temporary_folder
-    from shardc.runtime.state.disk_calls import Lock
+    from shardc.runtime.storage.disk_calls import Lock
 
     around = temporary_folder()
     for left in Path(around).glob(f"{_NAME}*/{_LOCK}"):
@@ -249,8 +249,9 @@ def _weights(weights: Path | None) -> str:
     if weights is None:
         return ""
     from shardc.runtime.state.weight_files import has_weights
+    from shardc.runtime.storage import disk_calls
 
-    if not has_weights(path := weights.expanduser()):
+    if not has_weights(path := disk_calls.expanded(weights)):
         fix = "name a .safetensors or .bin file, a folder that has some (with their index), or what --save wrote"
         raise ShardcError(f"there are no weights in {path}", where="--weights", fix=fix)
     return str(path.resolve())

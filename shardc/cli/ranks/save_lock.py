@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardc.errors import ShardcError
+from shardc.runtime.storage import disk_calls
+from shardc.runtime.storage.urls import Url
 
 NAME = ".run-lock"
 
@@ -46,5 +48,6 @@ def lock_all(folders: Mapping[str, str]) -> list[int]:
 
     A process that closes a file loses all its POSIX locks on it.
     """
-    named = {Path(folder).resolve(): (Path(folder), option) for option, folder in folders.items() if folder}
-    return [lock(folder, option) for folder, option in named.values()]
+    paths = {option: disk_calls.expanded(folder) for option, folder in folders.items() if folder}
+    named = {path.resolve(): (path, option) for option, path in paths.items()}
+    return [lock(*each) for each in named.values() if not isinstance(each[0], Url)]  # a store has no locks

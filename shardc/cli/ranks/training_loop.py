@@ -31,6 +31,7 @@ from shardc.runtime.mesh.watch import RankFailedError, print_line
 from shardc.runtime.stage.not_finite import NotFiniteError
 from shardc.runtime.state.checkpoint_folder import SavingError, generations
 from shardc.runtime.step.evaluation import NoBatchesError
+from shardc.runtime.storage import disk_calls
 from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
@@ -92,7 +93,7 @@ class Training:
     @property
     def folder(self) -> Path:
         """The folder of the checkpoints."""
-        return Path(self.settings.save) / "checkpoint"
+        return disk_calls.expanded(self.settings.save) / "checkpoint"
 
     @functools.cached_property
     def meter(self) -> Meter:

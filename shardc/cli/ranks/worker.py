@@ -45,6 +45,7 @@ from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_m
 from shardc.runtime.stage.profiler_ranges import with_ranges
 from shardc.runtime.step import engine_optimizer, schedulers
 from shardc.runtime.step.engine import Engine
+from shardc.runtime.storage.urls import Url, expanded
 from shardc.runtime.time_limits import FIRST_WORD
 
 
@@ -122,8 +123,8 @@ def run(job: Job) -> dict[str, Any]:
             held_out = training.last_held_out() if training.best.on else {}  # which a checkpoint keeps
             if settings.save:
                 training.save()
-                # `shardc run` has checked that they replace nobody's weights
-                engine.export(settings.save, overwrite=True)
+                if not isinstance(training.folder, Url):  # `shardc run` has checked that they replace nobody's weights
+                    engine.export(settings.save, overwrite=True)
             held_out = held_out or training.last_held_out()
     except BaseException as e:
         training.failing = True
@@ -147,7 +148,7 @@ def run(job: Job) -> dict[str, Any]:
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
-    if first and settings.save:
+    if first and settings.save and not isinstance(training.folder, Url):
         last, base = losses[-1] if losses else None, engine.weight_folder
         facts = {"data": train.description, "mesh": str(program.mesh), "steps": engine.step_count, "loss": last}
         for write in registered("card", "write"):
@@ -163,7 +164,7 @@ def run(job: Job) -> dict[str, Any]:
 def _facts(job: Job, program: Program, training: Training) -> dict[str, Any]:
     """Return the facts of a run for callbacks. goes_on: it goes on with its own checkpoint, as the same run."""
     settings, engine = job.settings, training.engine
-    within = not settings.save or Path(settings.save).resolve() in (x := Path(job.resume).resolve(), *x.parents)
+    within = not settings.save or expanded(settings.save).resolve() in (x := expanded(job.resume).resolve(), *x.parents)
     return {
         "model": program.meta.get("model"),
         "mesh": dict(program.mesh.axes),

@@ -36,9 +36,10 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import disk_calls, loading, saving
+from shardc.runtime.state import loading, saving
 from shardc.runtime.state.checkpoint_folder import verify
 from shardc.runtime.state.owners import RankState
+from shardc.runtime.storage import disk_calls
 from tests.runtime.state.test_state import OPTIMIZERS, Net, local_parameters, program_of
 
 Value = dict[str, Any]

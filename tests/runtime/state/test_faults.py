@@ -19,9 +19,10 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import disk_calls, loading, saving
+from shardc.runtime.state import loading, saving
 from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError, generations, read_index, verify
 from shardc.runtime.state.owners import RankState
+from shardc.runtime.storage import disk_calls
 from tests.runtime.state.faults import load, save, trained, try_all_faults, try_damages, try_hostile
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import disk_calls
 from shardc.runtime.state.tensor_file import DTYPES, bytes_of, header, open_safetensors, stored_as
+from shardc.runtime.storage import disk_calls
 
 
 def tensors() -> dict[str, torch.Tensor]:

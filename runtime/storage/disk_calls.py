@@ -1,11 +1,12 @@
-"""Make every call by which a checkpoint reaches a disk, in one place.
+"""Make every call by which a checkpoint reaches a disk, or a store (a `Url`), in one place.
 
 Data is on the disk before it gets its name. Tests inject a crash, a full disk or an I/O error into any of these calls.
 
     write, read_into  all bytes at an offset of an open file
     write_file, read_file   a whole file
     opened            opens a regular file for reading
-    Stream            a new file from its beginning to its end, without the system's cache; aligned: memory for it
+    new_file          a new file from its beginning to its end: a Stream, without the system's cache; aligned: memory
+                      for it
     sync, sync_folder wait until the disk has them (fsync); of a folder, the names in it
     rename, unlink    the two calls that change what a name means; a name appears and disappears at once
     Lock              one writer at a time
@@ -25,18 +26,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardc.runtime.storage.urls import Remote, Upload, Url
+from shardc.runtime.storage.urls import expanded as expanded
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: A file that is open for reading: a descriptor, or an object of a store.
+Opened = int | Remote
 PAGE = 4096  # bytes; alignment of memory and file position for O_DIRECT
 #: Bytes that a stream collects before it writes them.
 BUFFER = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # systems other than Linux lack it
-
-
-def expanded(path: str | Path) -> Path:
-    """Return a user's path with `~` as the home folder, as in a shell."""
-    return Path(path).expanduser()
 
 
 def create(path: Path) -> int:
@@ -120,6 +121,11 @@ class Stream:
         return bool(_DIRECT)
 
 
+def new_file(path: Path) -> Stream | Upload:
+    """Create a new file, to be written from beginning to end."""
+    return Upload(path) if isinstance(path, Url) else Stream(path)
+
+
 def aligned(nbytes: int, place: int, *, pinned: bool = False) -> Tensor:
     """Allocate u8[nbytes] for a file's bytes from `place` on, which a stream writes without a copy."""
     import torch  # here, since other users of this file need no torch
@@ -136,6 +142,8 @@ def sync(descriptor: int) -> None:
 
 def sync_folder(path: Path) -> None:
     """Wait until the disk has the names in a folder."""
+    if isinstance(path, Url):
+        return  # a store answers when it has them
     with _open(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
 
@@ -147,7 +155,7 @@ def rename(old: Path, new: Path) -> None:
 
 def unlink(path: Path) -> None:
     """Remove a file."""
-    os.unlink(path)
+    path.unlink() if isinstance(path, Url) else os.unlink(path)
 
 
 def make_folder(path: Path) -> None:
@@ -158,13 +166,24 @@ def make_folder(path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Remove a folder of files, which may be missing."""
     with contextlib.suppress(FileNotFoundError):
+        if isinstance(path, Url):
+            path.call("rm", recursive=True)
+            return
         for name in os.listdir(path):
             unlink(path / name)
         os.rmdir(path)
 
 
+def names(folder: Path) -> list[str]:
+    """Return the names in a folder. Raises FileNotFoundError if it is missing."""
+    return [x.name for x in folder.iterdir()] if isinstance(folder, Url) else os.listdir(folder)
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file, which is on the disk when this returns."""
+    if isinstance(path, Url):
+        path.write_bytes(data)
+        return
     descriptor = create(path)
     try:
         write(descriptor, memoryview(data), 0)
@@ -177,19 +196,30 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, links: bool = False) -> Iterator[int]:
+def opened(path: Path, *, links: bool = False) -> Iterator[Opened]:
     """Open a regular file for reading. links: follow a symbolic link, which may leave the folder.
 
     Raises OSError for anything else, such as a pipe, which would block.
     """
+    if isinstance(path, Url):
+        yield Remote.opened(path)
+        return
     with _open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError("not a regular file")
         yield descriptor
 
 
-def read_into(descriptor: int, into: memoryview, place: int) -> None:
+def size_of(descriptor: Opened) -> int:
+    """Return the bytes of an open file."""
+    return os.fstat(descriptor).st_size if isinstance(descriptor, int) else descriptor.size
+
+
+def read_into(descriptor: Opened, into: memoryview, place: int) -> None:
     """Read bytes from `place` on until the buffer is full. Raises OSError if the file is shorter."""
+    if not isinstance(descriptor, int):
+        into[:] = descriptor.read(place, len(into))
+        return
     while into:
         count = os.preadv(descriptor, [into], place)
         if not count:
@@ -197,15 +227,20 @@ def read_into(descriptor: int, into: memoryview, place: int) -> None:
         into, place = into[count:], place + count
 
 
+def read_range(descriptor: Opened, place: int, count: int) -> bytes:
+    """Read bytes of an open file. Raises OSError if it is shorter."""
+    data = bytearray(count)
+    read_into(descriptor, memoryview(data), place)
+    return bytes(data)
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """Read a whole regular file. Raises OSError, before reading, if it has more than `limit` bytes."""
     with opened(path) as descriptor:
-        size = os.fstat(descriptor).st_size
+        size = size_of(descriptor)
         if size > limit:
             raise OSError(f"the file has {size} bytes, more than {limit}")
-        data = bytearray(size)
-        read_into(descriptor, memoryview(data), 0)
-        return bytes(data)
+        return read_range(descriptor, 0, size)
 
 
 @contextlib.contextmanager
@@ -227,6 +262,9 @@ class Lock:
     """
 
     def __init__(self, file: Path) -> None:
+        if isinstance(file, Url):
+            self._descriptor = -1  # a store has no locks
+            return
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,6 +274,8 @@ class Lock:
                 raise
 
     def release(self) -> None:
+        if self._descriptor == -1:
+            return
         # closing is not enough: a process that was forked meanwhile, such as a DataLoader's worker, holds the lock too
         with contextlib.suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
