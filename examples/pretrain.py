@@ -40,8 +40,8 @@ def prepare(folder: Path = FOLDER) -> dict[str, object]:
     """Write the arrays, if they are not there yet. Returns what tokens.json has."""
     texts = [f.read_text(encoding="utf-8", errors="replace") for f in files()]
     digest = hashlib.sha256(json.dumps([VOCAB, FILES, HELD_OUT, READ, END, texts]).encode()).hexdigest()
-    about = folder / "tokens.json"
-    if about.exists() and (old := json.loads(about.read_text()))["digest"] == digest:
+    written = folder / "tokens.json"
+    if written.exists() and (old := json.loads(written.read_text()))["digest"] == digest:
         return old
     folder.mkdir(parents=True, exist_ok=True)
     bpe = Tokenizer(models.BPE())
@@ -51,13 +51,17 @@ def prepare(folder: Path = FOLDER) -> dict[str, object]:
         texts[HELD_OUT:][:READ], trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet)
     )
     PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=END).save_pretrained(folder)
-    end, counts = bpe.token_to_id(END), {}
+    end, counts = bpe.token_to_id(END), {"vocabulary": bpe.get_vocab_size()}
     for split, part in (("valid", texts[:HELD_OUT]), ("train", texts[HELD_OUT:])):
         ids = [i for row in bpe.encode_batch(part) for i in (*row.ids, end)]
         np.array(ids, dtype=np.uint16).tofile(folder / f"{split}.bin")
         counts[split] = len(ids)
-    about.write_text(json.dumps({"digest": digest, **counts}))  # last: an array without it is made again
+    written.write_text(json.dumps({"digest": digest, **counts}))  # last: an array without it is made again
     return {"digest": digest, **counts}
+
+
+def about() -> dict[str, int]:
+    return json.loads((FOLDER / "tokens.json").read_text())
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -65,7 +69,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, split: str) -> None:
         self.tokens = np.memmap(FOLDER / f"{split}.bin", np.uint16, "r")
-        if len(self.tokens) != json.loads((FOLDER / "tokens.json").read_text())[split]:
+        if len(self.tokens) != about()[split]:
             raise ValueError(f"{FOLDER}/{split}.bin is not what tokens.json says: python examples/pretrain.py")
 
     def __len__(self) -> int:
@@ -80,9 +84,10 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def model() -> nn.Module:
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": VOCAB}
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=0, pad_token_id=0))
+    ends = {"vocab_size": about()["vocabulary"], "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends))
 
 
 def batch() -> dict[str, Tensor]:
