@@ -158,7 +158,7 @@ def test_a_loop_before_and_after(tmp_path: Path) -> None:
     for key in ("losses", "held_out"):
         assert four[key] == pytest.approx(one[key], rel=1e-5)
     assert len(one["losses"]) == 3
-    assert list(four["average"]) == list(one["average"])
+    assert four["average"].keys() == one["average"].keys()
     for name, x in one["average"].items():
         torch.testing.assert_close(four["average"][name], x, rtol=1e-3, atol=1e-4)
     assert list((tmp_path / "four").glob("events.out*"))
@@ -172,7 +172,7 @@ def test_pretraining_resumes_and_its_folder_is_fine_tuned(tokens: Path, tmp_path
     base = str(tmp_path / "base")
     run(*shard, base, "--steps", "2", **small)
     printed = run(*shard, base, "--steps", "3", "--mesh", "dp=1,tp=2", "--auto-resume", "--json", **small)
-    assert json.loads(printed)["steps"] == 3
+    assert json.loads(printed)["steps"] == 1
     for file in tokens.glob("tokenizer*"):
         (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
     lora = ["-m", "shardc", "run", str(ROOT / "lora.py"), str(ROOT / "lora.yaml"), "--save", str(tmp_path / "lora")]

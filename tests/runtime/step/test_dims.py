@@ -38,4 +38,6 @@ def test_groups_by_dims_step_as_on_one_device(spec: str) -> None:
             backward(module)
             optimizer.step()
         for name, p in module.full_state_dict().items():
-            torch.testing.assert_close(p, plain.state_dict()[name], rtol=1e-5, atol=1e-6)  # decay of the wrong group is 5 % a step
+            torch.testing.assert_close(
+                p, plain.state_dict()[name], rtol=1e-5, atol=1e-6
+            )  # decay of the wrong group is 5 % a step
