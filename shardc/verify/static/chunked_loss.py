@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from shardc.errors import ShardcError
 from shardc.ir.graph import value_of
 from shardc.runtime import ops
 from shardc.runtime.ops.in_chunks import by_rows, lines
@@ -33,7 +34,7 @@ def as_ops(text: Text, n: fx.Node) -> Any:
     """Return the key of a line of such a loss, as the model's op; None for another line or a wrong one."""
     try:
         return _as_ops(text, n)
-    except (LookupError, ValueError, TypeError, AttributeError, AssertionError):
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError, ShardcError):
         return None  # invalid arguments: the text may come from anywhere
 
 
