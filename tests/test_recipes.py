@@ -164,6 +164,7 @@ def test_a_loop_before_and_after(tmp_path: Path) -> None:
     assert list((tmp_path / "four").glob("events.out*"))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls transformers' older names
 def test_pretraining_resumes_and_its_folder_is_fine_tuned(tokens: Path, tmp_path: Path) -> None:
     """On processes: 2 steps on four ranks and 1 more on two; then LoRA of the folder, which peft loads."""
     peft = pytest.importorskip("peft")
