@@ -1,4 +1,4 @@
-# make train | documents | generate | adapters | sequences | libraries | families | test | gpu | fuzz | graphs | hostile | ops | faults | mutants | lint | bench | table | support | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | documents | generate | adapters | loop | pretrain | lora | distill | dpo | dit | vit | sequences | libraries | families | test | gpu | fuzz | graphs | hostile | ops | faults | mutants | lint | bench | table | support | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 # Twice as many as two cores: tests that wait for processes leave time to others.
 JOBS ?= 4
@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train documents generate adapters sequences libraries families test quick test-all gpu fuzz graphs hostile ops faults mutants lint bench table support docs types clean
+.PHONY: train documents generate adapters loop pretrain lora distill dpo dit vit sequences libraries families test quick test-all gpu fuzz graphs hostile ops faults mutants lint bench table support docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -26,6 +26,34 @@ generate: $(READY)   ## a Llama over tp=2, trained and sampled on 2 processes: t
 
 adapters: $(READY)   ## LoRA beside it on 2 processes: peft loads what was saved, with the same loss
 	$(BIN)/python examples/check_adapters.py
+
+loop: $(READY)   ## a training loop before and after: docs/recipes/own-loop.md; STEPS=50, as of all that follow
+	$(BIN)/python examples/loop_before.py --steps $(or $(STEPS),50)
+	$(BIN)/torchrun --nproc-per-node 4 examples/loop_after.py --steps $(or $(STEPS),50)
+
+pretrain: $(READY)   ## a small Llama from text on 4 processes: docs/recipes/pretrain.md
+	$(BIN)/python examples/pretrain.py
+	$(BIN)/shardc run examples/pretrain.py examples/pretrain.yaml --steps $(or $(STEPS),200) --eval-batches 8 --save runs/pretrain --auto-resume
+	cp runs/tokens/tokenizer* runs/pretrain/
+
+lora: $(READY)   ## LoRA of the folder BASE, by default what `make pretrain` writes: docs/recipes/lora.md
+	test -n "$(BASE)" -o -d runs/pretrain || $(MAKE) pretrain
+	$(BIN)/shardc run examples/lora.py examples/lora.yaml --steps $(or $(STEPS),150) --save runs/lora --overwrite
+	$(BIN)/shardc export examples/lora.py runs/lora runs/merged --spec examples/lora.yaml --merge --overwrite
+
+EXAMPLE = $(BIN)/shardc run examples/$@.py examples/$@.yaml --steps $(or $(STEPS),200)
+
+distill: $(READY)   ## a small model learns from a large one: docs/recipes/distill.md
+	$(EXAMPLE)
+
+dpo: $(READY)   ## a model learns which of two answers is better: docs/recipes/distill.md
+	$(EXAMPLE)
+
+dit: $(READY)   ## a diffusion transformer: docs/recipes/vision.md
+	$(EXAMPLE)
+
+vit: $(READY)   ## timm's ViT if timm is installed, else transformers'
+	$(BIN)/shardc run examples/vit.py$$($(BIN)/python -c 'import timm' 2>/dev/null || echo :OfTransformers) examples/vit.yaml --steps $(or $(STEPS),200)
 
 sequences: $(READY)   ## docs/measured/sequences.md: families x methods x ranks of `sequence:`, alone and with other sections
 	$(BIN)/python -m tests.bench.sequence_families

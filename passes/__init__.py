@@ -16,6 +16,7 @@ from shardc.passes.annotate import Annotate
 from shardc.passes.base import CAPTURE, Options, Pass
 from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
+from shardc.passes.class_rows import ClassRows
 from shardc.passes.expert_capacity import ExpertCapacity
 from shardc.passes.forward_only import ForwardOnly
 from shardc.passes.gradient_buckets import GradientBuckets
@@ -56,6 +57,7 @@ PIPELINE = (
     Entry("expert_capacity", ExpertCapacity, "after grouped_mm makes `experts`; before place: its op is placed too"),
     Entry("annotate", Annotate, "before place, which starts from the layouts that the spec names"),
     Entry("forward_only", ForwardOnly, "after annotate: gradients show activations; before place, which prices them"),
+    Entry("class_rows", ClassRows, "after annotate, whose patterns are of the model's own shapes; before place"),
     Entry("place", Place, "after annotate; before partition: collectives follow from the strategies of all ops"),
     # the local graph, of one rank
     Entry("partition", Partition, "after place, for the conversions it implies; before all that counts local bytes"),

@@ -1,44 +1,49 @@
-"""LossChunks: compute a linear layer and its cross entropy in chunks of rows (`loss: {chunks: 8}`).
+"""LossChunks: compute a linear layer and its loss in chunks of rows (`loss: {chunks: 8}`).
 
-    before   logits = linear(h, w)                           bf16[8, 2048, 128256]
+    before   logits = linear(h, w)                           bf16[16384, 128256]     (class_rows.py makes such rows)
              logits_f32 = _to_copy(logits, dtype=float32)
-             rows = reshape(logits_f32, [16384, 128256])
-             nll = nll(rows, labels)                         f32[16384]
-    after    h_rows = reshape(h, [16384, 4096])
-             nll_stats = linear_nll(h_rows, w, None, labels, ..., 8, float32)      f32[2, 16384]
+             nll = nll(logits_f32, labels)                   f32[16384]
+    after    nll_stats = linear_nll(h, w, None, labels, ..., 8, float32)      f32[2, 16384]
              nll = nll_alone(nll_stats, labels)
 
-Ops between the two that only move rows (views, slices, casts) are applied to the layer's input instead. With split
-classes (vocabulary parallel), `linear_nll` returns each rank's own normaliser, and the sums over ranks stay:
+With split classes (vocabulary parallel), `linear_nll` returns each rank's own normaliser, and the sums over ranks stay:
 
-    before   top = all_reduce_max(nll_max(rows))             after    top = all_reduce_max(nll_top(nll_stats))
-             parts = all_reduce(nll_parts(rows, ..., top))            parts = all_reduce(nll_exp(nll_stats, top))
+    before   top = all_reduce_max(nll_max(logits))           after    top = all_reduce_max(nll_top(nll_stats))
+             parts = all_reduce(nll_parts(logits, .., top))           parts = all_reduce(nll_exp(nll_stats, top))
              nll = nll_join(parts, labels)                            nll = nll_join(parts, labels, -100, top)
+
+All other ops on rows of classes are put into calls of `in_chunks`: one for those that need nothing of others, one for
+those that need sums over ranks of these, and so on. Each call computes the product once more.
+
+    before   top = all_reduce_max(largest(logits))       after    most, = in_chunks(8, ... largest ..., (h,), (w,))
+             sums = sum_exp(logits, top)                          sums, = in_chunks(8, ... sum_exp ..., (h, top), (w,))
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import calls, copy_graph, source_of, value_of
+from shardc.artifact.emit import target_text
+from shardc.ir.graph import calls, copy_graph, reorder, source_of, value_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes.base import Pass
+from shardc.passes.class_rows import Heads, heads, where
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import multiplies
 
 aten = torch.ops.aten
 #: For a score without `loss.chunks`: at least so many chunks, and at most so many logits in each.
 SCORE_CHUNKS, SCORE_LOGITS = 8, 2**24
-_VIEWS = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
-_SAME = {aten.clone.default, aten.contiguous.default, aten.alias.default}
 
 
 @dataclass(frozen=True)
@@ -50,86 +55,149 @@ class LossChunks(Pass):
 
     def run(self, program: Program) -> Program:
         stages, notes, reached = [], [], False
-        asked = self.spec.loss.chunks > 1
-        where = f"{self.spec.where(('loss', 'chunks'))}: loss: {{chunks: {self.spec.loss.chunks}}}"
-        where = where if asked else "score: the computation of a few rows of logits at a time"
+        noted = any(where(self) in note for note in program.notes)
         for stage in program.stages:
             graph = copy_graph(stage.graph)
             for node in [n for n in calls(graph) if n.target in (ops.nll, ops.nll_parts)]:
                 chain = _Chain(node)
-                if chain.why:
-                    notes.append(f"{where} does not reach {source_of(node)}: {chain.why}")
-                else:
+                if chain.linear is not None:
                     reached = True
-                    chunks = self.spec.loss.chunks if asked else _chunks(value_of(chain.linear), program.mesh)
-                    _Writer(graph, chain, program.mesh, chunks).run()
+                    _Writer(graph, chain, program.mesh, self._number(chain.linear, program.mesh)).run()
+            found = heads(graph, moved=False)
+            if found.reducers:
+                reached = True
+                number = max(self._number(n, program.mesh) for n in found.wide if n.target is aten.linear.default)
+                _in_chunks(graph, found, number)
+            for n in calls(graph):
+                if n.target in (ops.nll, ops.nll_parts) and not noted:
+                    why = [f"{end.name} reads its logits too" for end in found.refused.values()]
+                    why = why or ["its input is not the result of a linear layer"]
+                    notes.append(f"{where(self)} does not reach {source_of(n)}: {why[-1]}")
             graph.lint()
             stages.append(replace(stage, graph=graph))
-        if asked and not reached and not notes:
-            notes.append(f"{where} finds no cross entropy of class indices: nothing is computed in chunks")
+        if self.spec.loss.chunks > 1 and not (reached or notes or noted):
+            notes.append(f"{where(self)} finds no loss of a linear layer's classes: nothing is computed in chunks")
         return replace(program, stages=tuple(stages), notes=(*program.notes, *notes))
 
+    def _number(self, linear: fx.Node, mesh: Mesh) -> int:
+        """Return the number of chunks: the spec's, or for a score such that a rank holds few logits at a time."""
+        logits = math.prod(value_of(linear).local_shape(mesh))
+        return self.spec.loss.chunks if self.spec.loss.chunks > 1 else max(SCORE_CHUNKS, -(-logits // SCORE_LOGITS))
 
-def _chunks(logits: Value, mesh: Mesh) -> int:
-    """Return the number of chunks of a score, so that a rank holds few logits at a time."""
-    return max(SCORE_CHUNKS, -(-math.prod(logits.local_shape(mesh)) // SCORE_LOGITS))
+
+def _in_chunks(graph: fx.Graph, found: Heads, chunks: int) -> None:
+    """Put the ops on rows of classes into calls of `in_chunks`."""
+    mesh = next(n for n in graph.nodes if n.name == "mesh")
+    before: dict[fx.Node, int] = {}  # calls that a value needs
+    for n in graph.nodes:
+        before[n] = max((before[x] + (x in found.reducers) for x in n.all_input_nodes), default=0)
+    until = max(before[n] for n in found.reducers)
+    turn: dict[fx.Node, int] = {}  # as late as possible: products are computed again for each turn
+    latest: dict[fx.Node, int] = {}
+    for n in reversed(graph.nodes):
+        latest[n] = min((turn.get(u, latest[u]) for u in n.users), default=until + 1)
+        if n in found.reducers:
+            turn[n] = latest[n] - 1
+    groups: dict[tuple[int, bool], list[fx.Node]] = {}
+    for n in sorted(found.reducers, key=turn.__getitem__):
+        groups.setdefault((turn[n], value_of(n).requires_grad), []).append(n)
+    with graph.inserting_before(graph.output_node()):
+        for (_, trains), reducers in groups.items():
+            _Body(graph, found, mesh).write(reducers, chunks, trains=trains)
+    for n in reversed(found.wide):
+        if not n.users:
+            graph.erase_node(n)
+    order: dict[fx.Node, None] = {}
+    for n in graph.nodes:
+        _after_operands(n, order)
+    reorder(graph, [n for n in order if n.op == "call_function"])
+
+
+def _after_operands(n: fx.Node, order: dict[fx.Node, None]) -> None:
+    if n not in order:
+        for x in n.all_input_nodes:
+            _after_operands(x, order)
+        order[n] = None
+
+
+class _Body:
+    """The lines of one call of `in_chunks`. rows, whole: the values that it reads, in chunks or as they are."""
+
+    def __init__(self, graph: fx.Graph, found: Heads, mesh: fx.Node) -> None:
+        self.graph, self.found, self.mesh = graph, found, mesh
+        self.rows: dict[fx.Node, None] = {}
+        self.whole: dict[fx.Node, None] = {}
+
+    def write(self, reducers: Sequence[fx.Node], chunks: int, *, trains: bool) -> None:
+        inside: dict[fx.Node, None] = {}
+        for n in reducers:
+            self._behind(n, inside)
+        at = {n: f"%{i}" for i, n in enumerate((*self.rows, *self.whole, *inside))} | {self.mesh: "%mesh"}
+        body = tuple(
+            (
+                target_text(n.target),
+                tuple(_named(a, at) for a in n.args),
+                tuple((k, _named(v, at)) for k, v in n.kwargs.items()),
+            )
+            for n in inside
+        )
+        outputs = tuple((int(at[n][1:]), int(n.target is ops.nll_parts)) for n in reducers)
+        args = (chunks, body, outputs, tuple(self.rows), tuple(self.whole), self.mesh)
+        kwargs: dict[str, Any] = {} if trains else {"trains": False}
+        source = source_of(reducers[-1])
+        call = self.graph.create_node("call_function", ops.in_chunks, args, kwargs, name="in_chunks")
+        call.meta = {"value": tuple(map(value_of, reducers)), "source": source}
+        for i, n in enumerate(reducers):
+            part = self.graph.create_node("call_function", operator.getitem, (call, i), name=f"{n.name}_rows")
+            part.meta = {"value": value_of(n), "source": source}
+            n.replace_all_uses_with(part)
+            self.graph.erase_node(n)
+
+    def _behind(self, n: fx.Node, inside: dict[fx.Node, None]) -> None:
+        """Add an op with the ops on rows of classes before it."""
+        if n in inside:
+            return
+        keeps = n in self.found.wide
+        for i, x in enumerate(n.all_input_nodes):
+            if x in self.found.wide:
+                self._behind(x, inside)
+            elif n.target is aten.linear.default:
+                (self.whole if i else self.rows)[x] = None
+                if not i and x.kwargs.get("overlap"):  # the product is not one op any more
+                    x.kwargs = {k: v for k, v in x.kwargs.items() if k != "overlap"}
+            elif x is not self.mesh:
+                sizes = value_of(x).shape
+                (self.whole if keeps and (len(sizes) < 2 or sizes[0] == 1) else self.rows)[x] = None
+        inside[n] = None
+
+
+def _named(x: Any, at: dict[fx.Node, str]) -> Any:
+    if isinstance(x, fx.Node):
+        return at[x]
+    return type(x)([_named(y, at) for y in x]) if isinstance(x, (list, tuple)) else x
 
 
 class _Chain:
-    """The ops between a linear layer and a loss.
+    """The ops between a linear layer and a loss of class indices.
 
-    linear: the layer. moves: the ops after it. padding: the op that fills padded classes, if any; it comes last.
-    dtype: of the logits in the loss. why: the reason why there is no such chain, or "".
+    linear: the layer; None: something else is before the loss, or reads the logits too. cast: of its result, if any.
+    padding: the op that fills padded classes, if any; it comes last. dtype: of the logits in the loss.
     """
 
     def __init__(self, loss: fx.Node) -> None:
-        self.loss, self.moves, self.why = loss, list[fx.Node](), ""
+        self.loss = loss
+        self.linear: fx.Node | None = None
         self.padding: fx.Node | None = None
-        at = loss.args[0]
-        assert isinstance(at, fx.Node)
+        self.cast: fx.Node | None = None
+        at: Any = loss.args[0]
         self.dtype = value_of(at).dtype
-        readers = {loss}
-        if loss.target is ops.nll_parts:
-            readers |= {u for u in at.users if u.target is ops.nll_max}
-        if len(value_of(at).shape) != 2:
-            self.why = "its logits do not have the shape [rows, classes]"
-            return
-        while True:
-            others = [u for u in at.users if u not in readers]
-            if others:
-                self.why = f"{others[0].name} reads its logits too"
-                return
-            if at.target is aten.linear.default:
-                self.linear = at
-                return
-            if not self._moves(at):
-                maker = "an input" if at.op == "placeholder" else getattr(at.target, "__name__", str(at.target))
-                self.why = f"its input is the result of {maker}, not of a linear layer"
-                return
-            if at.target is ops.fill_padding:
-                self.padding = at
-            else:
-                self.moves.insert(0, at)
-            before = at.args[0]
-            assert isinstance(before, fx.Node)
-            readers, at = {at}, before
-
-    def _moves(self, n: fx.Node) -> bool:
-        """Return whether an op keeps rows as they are, or only moves or casts whole rows."""
-        if n.op != "call_function" or not isinstance(n.args[0], fx.Node):
-            return False
-        before = n.args[0].meta.get("value")
-        if not isinstance(before, Value) or not isinstance(n.meta.get("value"), Value):
-            return False
-        last = len(before.shape) - 1
-        if n.target is ops.fill_padding:
-            return not self.moves and self.padding is None and bool(n.args[2] == 1)
-        if n.target is aten._to_copy.default:
-            return set(n.kwargs) == {"dtype"}
-        if n.target is aten.slice.Tensor:
-            dim: Any = n.args[1] if len(n.args) > 1 else 0
-            return bool(dim % (last + 1) != last)
-        return n.target in _SAME or (n.target in _VIEWS and value_of(n).shape[-1:] == before.shape[-1:])
+        readers = {loss} | {u for u in at.users if loss.target is ops.nll_parts and u.target is ops.nll_max}
+        if at.target is ops.fill_padding and set(at.users) == readers:
+            self.padding, readers, at = at, {at}, at.args[0]
+        if at.target is aten._to_copy.default and set(at.kwargs) == {"dtype"} and set(at.users) == readers:
+            self.cast, readers, at = at, {at}, at.args[0]
+        if at.target is aten.linear.default and len(value_of(at).shape) == 2 and set(at.users) == readers:
+            self.linear = at
 
 
 @dataclass
@@ -141,10 +209,12 @@ class _Writer:
 
     def run(self) -> None:
         loss, linear = self.chain.loss, self.chain.linear
+        assert linear is not None
         x, weight, *rest = linear.args
         assert isinstance(x, fx.Node)
-        with self.graph.inserting_before(next(n for n in self.graph.nodes if n in self._first())):
-            stats = self._stats(self._rows(x), weight, rest[0] if rest else None)
+        last = self.chain.padding or self.chain.cast or linear
+        with self.graph.inserting_before(next(n for n in self.graph.nodes if n in last.users)):
+            stats = self._stats(x, weight, rest[0] if rest else None)
         if x.kwargs.get("overlap") and not any(multiplies(u, x) for u in x.users if u is not linear):
             x.kwargs = {k: v for k, v in x.kwargs.items() if k != "overlap"}  # the product is not one op any more
         if loss.target is ops.nll:
@@ -152,26 +222,9 @@ class _Writer:
             loss.target, loss.args = ops.nll_alone, (stats, target, *ignore)
         else:
             self._split(stats)
-        for n in (*([self.chain.padding] if self.chain.padding else []), *reversed(self.chain.moves), linear):
-            self.graph.erase_node(n)
-
-    def _first(self) -> set[fx.Node]:
-        """Return the ops that read the logits."""
-        return set((self.chain.padding or (self.chain.moves or [self.chain.linear])[-1]).users)
-
-    def _rows(self, x: fx.Node) -> fx.Node:
-        """Apply the moves of the layer's result to its input: [rows, features]."""
-        features = value_of(x).local_shape(self.mesh)[-1]
-        for n in self.chain.moves:
-            if n.target is aten._to_copy.default:
-                continue
-            value = _with_features(value_of(n), value_of(x))
-            args: tuple[Any, ...] = (x, *n.args[1:])
-            if n.target in _VIEWS:
-                shape: Any = n.args[1]
-                args = (x, [*shape[:-1], features])
-            x = self._call(n.target, args, f"{x.name}_rows", value, n, **n.kwargs)
-        return x
+        for n in (self.chain.padding, self.chain.cast, linear):
+            if n is not None:
+                self.graph.erase_node(n)
 
     def _stats(self, rows: fx.Node, weight: Any, bias: Any) -> fx.Node:
         loss, padding = self.chain.loss, self.chain.padding
@@ -179,6 +232,7 @@ class _Writer:
         value = value_of(self.chain.loss)
         if loss.target is ops.nll:
             _, target, *rest = loss.args
+            assert self.chain.linear is not None
             classes = value_of(self.chain.linear).shape[-1]
             digits, ignore = (), rest[0] if rest else -100
             value = _stacked_type(value)
@@ -199,7 +253,9 @@ class _Writer:
         )
         if padding is not None:
             args = (*args, tuple(padding.args[2:]))
-        return self._call(ops.linear_nll, args, f"{loss.name}_stats", value, loss)
+        new = self.graph.create_node("call_function", ops.linear_nll, args, name=f"{loss.name}_stats")
+        new.meta = {"value": value, "source": source_of(loss)}
+        return new
 
     def _split(self, stats: fx.Node) -> None:
         """Rewrite the sums over ranks, so that they read each rank's own statistics."""
@@ -215,21 +271,6 @@ class _Writer:
         (join,) = total.users
         assert join.target is ops.nll_join
         join.args = (total, target, join.args[2] if len(join.args) > 2 else -100, top)
-
-    def _call(
-        self, target: Any, args: tuple[Any, ...], name: str, value: Value, like: fx.Node, **kwargs: Any
-    ) -> fx.Node:
-        new = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        new.meta = {"value": value, "source": source_of(like)}
-        return new
-
-
-def _with_features(moved: Value, x: Value) -> Value:
-    """Return the type of the layer's input x after the moves that gave its result the type `moved`."""
-    last = len(moved.shape) - 1
-    rows = [(a, p) for a, p in moved.layout.items if isinstance(p, Shard) and p.dim != last]
-    others = [(a, p) for a, p in x.layout.items if not isinstance(p, Shard)]
-    return Value((*moved.shape[:-1], x.shape[-1]), x.dtype, x.requires_grad, Layout((*rows, *others)))
 
 
 def _stacked_type(v: Value) -> Value:

@@ -47,19 +47,20 @@ def _mean(emit: Emit, per: fx.Node, weights: fx.Node, reduction: int) -> fx.Node
 def cross_entropy(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite cross-entropy. For class indices see the module; weights scale both sums.
 
-    Probabilities: -sum(log_softmax * target). Label smoothing mixes in the mean over all classes: -sum(w
-    log_softmax(x)) is sum(w) logsumexp(x) - sum(w x). No other value is as large as the logits.
+    Probabilities: -sum(t log_softmax(x)) is sum(t) logsumexp(x) - sum(t x). Label smoothing mixes in the same of equal
+    probabilities. No other value is as large as the logits.
     """
     x, target, weight, smoothing = a.self, a.target, a.weight, a.label_smoothing
     d = _class_dim(x)
     classes = shape(x)[d]
     if value_of(target).dtype.is_floating_point:
-        logp = emit(aten.log_softmax.int, x, d)
         if smoothing:
             target = emit(aten.add.Tensor, emit(aten.mul.Tensor, target, 1 - smoothing), smoothing / classes)
         if weight is not None:
-            logp = emit(aten.mul.Tensor, logp, _along(emit, weight, x, d))
-        per = emit(aten.neg.default, emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, logp, target), [d]))
+            target = emit(aten.mul.Tensor, target, _along(emit, weight, x, d))
+        lse, total = emit(aten.logsumexp.default, x, [d]), emit(aten.sum.dim_IntList, target, [d])
+        picked = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, target), [d])
+        per = emit(aten.sub.Tensor, emit(aten.mul.Tensor, lse, total), picked)
         return emit.reduce(per, a.reduction)
     per, valid, weights = _hard(emit, _nll(emit, x, target, a.ignore_index), target, weight, a.ignore_index)
     if smoothing:

@@ -100,7 +100,7 @@ class LoopWatch:
             raise ShardcError(fault, where=f"the optimizer {plain_optimizer}", fix=fix)
 
     def _check_groups(self, optimizer: Optimizer) -> None:
-        """Raise ShardcError for groups made by the parameters' dims, if all are flat."""
+        """Raise ShardcError for groups made by the parameters' shapes, if all are flat."""
         groups = [[self.names.get(id(p), "") for p in g["params"]] for g in optimizer.param_groups]
         filled = [names for names in groups if names]
         if len(filled) == len(groups) or len(filled) > 1:
@@ -109,9 +109,8 @@ class LoopWatch:
         if len(dims) > 1:
             zero = max(b.zero for b in self._program.buckets)
             fault = f"one group has all parameters, and another has none: at ZeRO {zero} those of a module are flat "
-            fault += "stretches,"
-            fault += " whose `p.ndim` is 1 whatever the model's is"
-            fix = 'group by name: shardc.groups(module.named_parameters(), {"*.bias": {"weight_decay": 0.0}})'
+            fault += "stretches, and `p.shape` is a stretch's"
+            fix = "group by `p.ndim`, which is the whole parameter's"
             raise ShardcError(fault, where="the optimizer's groups", fix=fix)
 
     def note_gradient(self, g: Tensor) -> None:

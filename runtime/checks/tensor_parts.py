@@ -7,6 +7,7 @@ supports functions with the same result on a part as on the whole:
     p.square(), p.mul_(0.9)     element by element: the result is a part
     p.view(-1), p.T, p.data     views and copies: the result is a part
     p.norm(dim=1), p[:, 0]      along dims of which this rank has all: the result is a part
+    p.ndim                      that of the whole, also of a flat stretch at ZeRO 1
     p.norm(), p @ p.T, p.item() all else: an error with what to call instead
 
 DTensor would communicate: in a loop in which only one rank prints, that waits for ever.
@@ -161,6 +162,8 @@ _ERRORS: dict[str, tuple[str, str, str]] = {
         " engine.export(folder) wrote",
     ),
 }
+#: Of a flat stretch of a parameter, the user's code gets the whole's: groups by `p.ndim >= 2` are those of one device.
+_DIMS = {Tensor.ndim.__get__, Tensor.dim, Tensor.ndimension}  # type: ignore[attr-defined]
 #: How an error writes a call of these functions.
 _SHOWN = {"matmul": "p @ ...", "getitem": "x[...]", "setitem": "x[...] = ...", "iter": "a loop over x"}
 
@@ -200,6 +203,8 @@ class TensorPart(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         callers = None if torch.compiler.is_dynamo_compiling() else _library_callers(sys._getframe(1))
+        if callers == [] and func in _DIMS and isinstance(args[0], ParameterPart):
+            return len(args[0].origin.shape)
         with plain():
             return func(*args, **kwargs) if callers is None else _call(func, args, kwargs, callers)
 

@@ -42,8 +42,8 @@ class ShardedModule(ModuleState):
     parameters directly. Dropout draws new masks in every training forward; `eval()` switches it and BatchNorm as usual.
 
     At ZeRO >= 1 each parameter here, also in state_dict, is this rank's flat shard of it (1-d, perhaps empty). Any
-    optimizer that updates every element separately works; group parameters by name, not by shape. The next forward
-    gathers the updates of other ranks.
+    optimizer that updates every element separately works; group parameters by name, or by `p.ndim`, which is the
+    whole's, not by shape. The next forward gathers the updates of other ranks.
     """
 
     #: Hooks on the module itself run; hooks on its submodules do not.

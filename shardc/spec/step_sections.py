@@ -29,8 +29,8 @@ class Pipeline(Section):
 
 
 class Loss(Section):
-    """Cross entropy behind a linear layer, as a language model's head is. chunks: the rows of its logits are computed
-    in so many parts, forward and again in backward: they never all exist, but the product is computed twice.
+    """A loss behind a linear layer, as a language model's head is. chunks: the rows of its logits are computed in so
+    many parts, forward and again in backward: they never all exist, but the product is computed twice.
     """
 
     chunks: Count = Field(

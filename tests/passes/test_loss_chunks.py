@@ -17,6 +17,7 @@ from shardc.ir.graph import calls
 from shardc.ir.program import Program
 from shardc.runtime import ops
 from shardc.verify.simulate import simulate
+from shardc.verify.static import prove
 from tests import equality, live_bytes, zoo
 
 CHUNKS = {"loss": {"chunks": 3}}  # of 128 rows: not of one size
@@ -41,8 +42,10 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def chunked(program: Program) -> int:
-    assert not [n for s in program.stages for n in calls(s.graph) if n.target in (ops.nll, ops.nll_parts)]
-    return sum(n.target is ops.linear_nll for s in program.stages for n in calls(s.graph))
+    """Lines in chunks; nothing else is as large as logits."""
+    lines = [n for s in program.stages for n in calls(s.graph)]
+    assert not [n for n in lines if n.target in (ops.nll, ops.nll_parts, ops.largest)]
+    return sum(n.target in (ops.linear_nll, ops.in_chunks) for n in lines)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -75,11 +78,31 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, y
 
 
+#: Calls for split classes, where there are more than one.
+CALLS = {"smoothed": 2, "soft cap": 2, "of probabilities": 2, "divergence": 3, "log-probabilities": 3}
+CALLS |= {"entropy and z": 4, "all elements": 3}
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "mean": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1),
     "sum": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="sum"),
     "weights of classes": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), w, ignore_index=-1),
     "shifted": lambda z, y, w: F.cross_entropy(z[:, :-1].reshape(-1, 37), y[:, 1:].reshape(-1), ignore_index=-1),
+    "smoothed": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), w, ignore_index=-1, label_smoothing=0.1),
+    "soft cap": lambda z, y, w: F.cross_entropy((4 * torch.tanh(z / 4)).flatten(0, 1), y.flatten(), ignore_index=-1),
+    "of probabilities": lambda z, y, w: F.cross_entropy(z[:, 1:].flatten(0, 1), soft(z)[:, 1:].flatten(0, 1), w),
+    "divergence": lambda z, y, w: F.kl_div(
+        (z / 2).log_softmax(-1).flatten(0, 1), soft(z).log().flatten(0, 1), None, None, "batchmean", True
+    ),
+    "log-probabilities": lambda z, y, w: (
+        ((z[:, :-1].log_softmax(-1).gather(-1, y[:, 1:, None].clamp(min=0)).squeeze(-1) * (y[:, 1:] >= 0)).sum(1))
+        .sigmoid()
+        .mean()
+    ),
+    "entropy and z": lambda z, y, w: (
+        F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1)
+        + 0.1 * z.logsumexp(-1).square().mean()
+        - 0.2 * (z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
+    ),
+    "all elements": lambda z, y, w: (z.softmax(-1) - w).square().mean(),
     "rows weigh": lambda z, y, w: (
         F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none")
         .view(8, 6)
@@ -88,6 +111,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
         .mean()
     ),
 }
+
+
+def soft(z: Tensor) -> Tensor:
+    """Another model's probabilities, of the size of logits; here made of nothing but numbers."""
+    return torch.linspace(0, 3, z[0].numel(), dtype=z.dtype).view(z.shape[1:]).sin().expand_as(z).softmax(-1)
 
 
 @functools.cache
@@ -105,8 +133,38 @@ def test_losses(loss: str, tp: int) -> None:
     spec = {"shardc": 1, "mesh": {"dp": 2, "tp": tp}, "shard": {"head": "column"}, "uneven": "pad", **CHUNKS}
     model = Head(LOSSES[loss])
     program = shardc.compile(model, batch(), spec)
-    assert chunked(program) == 1
+    assert chunked(program) == (CALLS.get(loss, 1) if tp > 1 else 1)
+    assert program.notes == ()
     equality.assert_equal(simulate(program, model, batch()), *alone(loss), rtol=1e-12)
+    assert prove(program).ok, str(prove(program))
+
+
+def test_two_models_and_a_teacher(tmp_path: Path) -> None:
+    """Distillation: both products are in the same chunks, and a rank holds neither's logits."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.student, self.teacher = (nn.Linear(12, 37, dtype=torch.float64) for _ in range(2))
+            self.teacher.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            p, q = self.student(x).log_softmax(-1), self.teacher(x.sin()).log_softmax(-1)
+            return (p.exp() * (p - q)).sum(-1).mean() + F.cross_entropy(self.student(x), q.exp())
+
+    x, model = torch.randn(16, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), Two()
+    want = model(x)
+    want.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for mesh in ({"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}):
+        spec = {"shardc": 1, "mesh": mesh, "uneven": "pad", **CHUNKS}
+        program = shardc.compile(model, (x,), spec | ({"shard": {"*": "column"}} if "tp" in mesh else {}))
+        assert chunked(program) >= 1
+        assert prove(program).ok, str(prove(program))
+        equality.assert_equal(simulate(program, model, (x,)), want.detach(), grads, rtol=1e-12)
+        program.save(tmp_path / "out")
+        assert str(shardc.load(tmp_path / "out")) == str(program)
 
 
 def test_a_rank_with_more_padding_than_classes() -> None:
@@ -119,15 +177,11 @@ def test_a_rank_with_more_padding_than_classes() -> None:
 
 
 UNREACHED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
-    "smoothed": (
-        lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, label_smoothing=0.1),
-        "reads its logits too",
+    "across rows": (
+        lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1) + z.cumsum(1).square().mean(),
+        "cumsum",
     ),
-    "an op between": (
-        lambda z, y, w: F.cross_entropy(torch.tanh(z).flatten(0, 1), y.flatten(), ignore_index=-1),
-        "its input is the result of tanh.default, not of a linear layer",
-    ),
-    "another loss": (lambda z, y, w: z.square().mean(), "finds no cross entropy"),
+    "sorted classes": (lambda z, y, w: z.sort(-1)[0].diff().square().mean(), "finds no loss of a linear layer"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -67,6 +68,54 @@ def test_losses_in_chunks_are_proven(setting: str) -> None:
     compiled = program("llama", setting, loss={"chunks": 3})
     assert "linear_nll" in compiled.text()
     assert prove(compiled).ok, str(prove(compiled))
+
+
+class Classes(torch.nn.Module):
+    """A soft cap, probabilities as targets, and a mask of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 12)
+
+    def forward(self, x: Tensor, p: Tensor, mask: Tensor) -> Tensor:
+        z = 9 * torch.tanh(self.head(x) / 9) + mask
+        return torch.nn.functional.cross_entropy(z, p)
+
+
+def _edited(program: Program, change: Callable[[list[Any]], None]) -> Program:
+    """The program, the arguments of whose last `in_chunks` are changed."""
+    graph = copy_graph(program.stages[0].graph)
+    *_, call = (n for n in graph.nodes if n.target is ops.in_chunks)
+    chunks, body, outputs, *rest = call.args
+    args: list[Any] = [chunks, [list(line) for line in body], [list(o) for o in outputs], *map(list, rest[:2]), rest[2]]
+    change(args)
+    call.args = (args[0], tuple(map(tuple, args[1])), tuple(map(tuple, args[2])), *map(tuple, args[3:5]), args[5])
+    return replace(program, stages=(replace(program.stages[0], graph=graph),))
+
+
+#: What is done to the last call: its arguments are (chunks, body, outputs, rows, whole, mesh).
+CHUNK_FAULTS: dict[str, Callable[[list[Any]], None]] = {
+    "another constant": lambda a: a[1].__setitem__(1, ["aten.div.Tensor", (a[1][1][1][0], 8), ()]),
+    "an op that mixes rows": lambda a: a[1].__setitem__(1, ["aten.cumsum.default", (a[1][1][1][0], 0), ()]),
+    "a sum over rows": lambda a: a[1].__setitem__(-1, [a[1][-1][0], (a[1][-1][1][0], [0]), ()]),
+    "no tanh": lambda a: a[1].__setitem__(2, ["aten.clone.default", a[1][2][1], ()]),
+    "another result": lambda a: a[2].__setitem__(0, [a[2][0][0] - 1, 0]),
+    "rows along classes": lambda a: a[2].__setitem__(0, [a[2][0][0], 1]),
+    "an op that is none": lambda a: a[1].__setitem__(1, ["os.system", ("%0",), ()]),
+    "no chunks": lambda a: a.__setitem__(0, "8"),
+    "rows that are read whole": lambda a: a[4].insert(0, a[3].pop()),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fault", CHUNK_FAULTS)
+def test_wrong_chunks_are_noticed(fault: str, tp: int) -> None:
+    rows = torch.randn(6, 8), torch.rand(6, 12), torch.zeros(12)
+    spec = {"shardc": 1, "mesh": {"tp": tp}, "shard": {"head": "column"}, "loss": {"chunks": 2}}
+    compiled = shardc.compile(Classes(), rows, spec, prove=False)
+    assert prove(compiled).ok, str(prove(compiled))
+    assert prove(_edited(compiled, lambda _: None)).ok
+    assert not prove(_edited(compiled, CHUNK_FAULTS[fault])).ok
 
 
 def test_a_loss_in_chunks_of_a_pinned_layer_is_proven() -> None:

@@ -1,77 +1,40 @@
 """Read losses in chunks (`loss: {chunks: 8}`, shardc.passes.loss_chunks) as ops of the model.
 
-In a text a linear layer and its loss are one op, and the layer's input is moved as the model moves its result.
+In a text a linear layer and its loss are one op. Its line is read as the model's ops:
 
-    model    logits = linear(h, w)              text    rows  = reshape(h, [16384, 4096])
-             rows = reshape(logits, [16384, V])         stats = linear_nll(rows, w, None, labels, ...)
-             loss = nll(rows, labels)                   loss  = nll_alone(stats, labels)
+    stats = linear_nll(rows, w, None, labels, ...)      linear(rows, w)
+    loss = nll_alone(stats, labels)                     nll(stats, labels)
+    parts = in_chunks(8, body, ...)                     the ops of its body, if each works row by row
+    top = parts[0]                                      that result
 
-The model's ops are put into the text's order, and the text's lines are read as the model's ops: `stats` as
-`linear(rows, w)`, `loss` as `nll(stats, labels)`. Both are then proven like any other op.
+Both are then proven like any other op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import operands_of, value_of
-from shardc.ir.metadata import Value
+from shardc.errors import ShardcError
+from shardc.ir.graph import value_of
 from shardc.runtime import ops
+from shardc.runtime.ops.in_chunks import by_rows, lines
 from shardc.verify.static.same_values import call_key
 
 if TYPE_CHECKING:
-    from shardc.verify.static.same_values import Model
     from shardc.verify.static.text import Text
 
 aten = torch.ops.aten
-_VIEWS = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
-
-
-def reordered(model: Model) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Yield each loss behind a linear layer, with equal calls in the text's order: moving rows commutes."""
-    for loss in [c for c in model.calls if c.target is ops.nll]:
-        moves: list[fx.Node] = []
-        at = operands_of(loss)[0]
-        while at.op == "call_function" and at.target is not aten.linear.default and len(operands_of(at)) == 1:
-            moves.insert(0, at)
-            (at,) = operands_of(at)
-        if at.target is aten.linear.default:
-            yield loss, _reordered(model, loss, moves, at)
-
-
-def _reordered(model: Model, loss: fx.Node, moves: list[fx.Node], linear: fx.Node) -> list[fx.Node]:
-    x, *weights = operands_of(linear)
-    calls: list[fx.Node] = []
-    rows, features = x, value_of(x).shape[-1]
-    for n in moves:
-        if n.target in (aten._to_copy.default, aten.alias.default):  # an alias is a pin of `activations:`
-            continue
-        args: tuple[Any, ...] = (rows, *n.args[1:])
-        if n.target in _VIEWS:
-            sizes: Any = n.args[1]
-            args = (rows, [*sizes[:-1], features])
-        value = replace(value_of(x), shape=(*value_of(n).shape[:-1], features))
-        rows = model.added(n.target, args, dict(n.kwargs), value)
-        calls.append(rows)
-    value = Value((*value_of(rows).shape[:-1], value_of(linear).shape[-1]), value_of(linear).dtype, True)
-    calls.append(model.added(linear.target, (rows, *weights), {}, value))
-    if (dtype := value_of(operands_of(loss)[0]).dtype) != value.dtype:
-        cast = replace(value, dtype=dtype)
-        calls.append(model.added(aten._to_copy.default, (calls[-1],), {"dtype": dtype}, cast))
-    calls.append(model.added(loss.target, (calls[-1], *loss.args[1:]), dict(loss.kwargs), value_of(loss), of=loss))
-    return calls
 
 
 def as_ops(text: Text, n: fx.Node) -> Any:
     """Return the key of a line of such a loss, as the model's op; None for another line or a wrong one."""
     try:
         return _as_ops(text, n)
-    except (LookupError, ValueError, TypeError, AttributeError, AssertionError):
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError, ShardcError):
         return None  # invalid arguments: the text may come from anywhere
 
 
@@ -79,6 +42,8 @@ def _as_ops(text: Text, n: fx.Node) -> Any:
     args: Any = n.args
     if n.target is ops.linear_nll:
         return _layer(text, n)
+    if n.target is operator.getitem and args[0].target is ops.in_chunks:
+        return _of_rows(text, args[0], args[1])
     if n.target is ops.nll_join and len(args) > 3:
         parts = args[0]
         while parts.target is not ops.nll_exp and parts.args and isinstance(parts.args[0], fx.Node):
@@ -113,3 +78,39 @@ def _layer(text: Text, n: fx.Node) -> Any:
     if padding and padding[0]:
         key = call_key(ops.fill_padding, (text.unwritten(key), mesh, *padding[0]), {}, text.one)
     return key
+
+
+def _of_rows(text: Text, call: fx.Node, index: int) -> Any:
+    """Return the key of a result of `in_chunks`; None if a line may mix rows, or reads what has none as rows."""
+    of_call: Any = call.args
+    chunks, body, outputs, rows, whole, mesh, *_ = of_call
+    number, dim = outputs[index]
+    values, wide = [*rows, *whole], set[fx.Node]()  # wide: [rows, classes]
+    given = {x: len(value_of(x).shape) for x in rows}
+    if not isinstance(chunks, int) or any(not n for n in given.values()):
+        return None
+    for target, args, kwargs in lines(body, values, mesh):
+        read = [x for x in args if isinstance(x, fx.Node) and x is not mesh]
+        ends = target is not aten.linear.default and by_rows(target, args, 2) == "reduces"
+        others = read[1:] if ends or target is aten.linear.default else [x for x in read if x not in wide]
+        if target is aten.linear.default:
+            right = given.get(read[0]) == 2 and not given.keys() & {*others} and not wide & {*others}
+        elif ends:
+            right = read[0] in wide and all(x in given for x in others)
+        else:
+            right = all(x in wide or given.get(x, _whole(x)) in (0, 2) for x in read) and any(x in wide for x in read)
+        if not right:
+            return None
+        key = call_key(target, args, kwargs, text.one)
+        values.append(text.unwritten(key, target, args, kwargs))
+        if not ends:
+            wide.add(values[-1])
+        elif len(values) - 1 == number:
+            return key if dim == int(target is ops.nll_parts) else None
+    return None
+
+
+def _whole(x: fx.Node) -> int:
+    """Return 0 for a tensor that is the same beside every row, else -1."""
+    sizes = value_of(x).shape if "value" in x.meta else (0, 0)
+    return 0 if len(sizes) < 2 or sizes[:-1] == (1,) else -1

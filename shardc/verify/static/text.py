@@ -68,6 +68,8 @@ class Text:
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.twins: dict[fx.Node, list[fx.Node]] = {}
+        #: Unwritten lines that read a line.
+        self.readers: dict[fx.Node, list[fx.Node]] = {}
         #: By value of the model: the lines that hold a part of it, with their claims.
         self.forms: dict[fx.Node, list[Form]] = {}
         #: By line that fetches parameters: these, and their bucket.
@@ -96,8 +98,6 @@ class Text:
 
     def _rewritten(self) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
         """Yield calls of the model that the text may compute by other calls, with these."""
-        if any(n.target is ops.linear_nll for n in self.graph.nodes):
-            yield from chunked_loss.reordered(self.model)
         if any(n.target is aten.full.default and not n.args[0] for n in self.graph.nodes):
             # x + 3: where x is a summand in each microbatch, only one of them adds the 3
             for call in (c for c in self.model.calls if c.target in _PLUS and len(c.args) > 1):
@@ -111,16 +111,22 @@ class Text:
     def unexplained(self) -> Iterator[fx.Node]:
         """Yield the first unexplained lines: those whose operands are all explained."""
         for node in self.graph.nodes:
+            if node.target is ops.in_chunks and node.users.keys() <= self.explained:  # its results are
+                continue
             known = all(x in self.explained or x.op == "placeholder" for x in node.all_input_nodes)
             if node.op == "call_function" and node not in self.explained and known:
                 yield node
 
-    def unwritten(self, key: Any) -> fx.Node:
-        """Return a node for a value that the text has no line for."""
-        node = self.by_call.setdefault(key, fx.Node(fx.Graph(), "unwritten", "call_function", ops.start, (), {}))
-        self.one[node] = node
-        self.twins.setdefault(node, [node])
-        return node
+    def unwritten(self, key: Any, target: Any = ops.start, args: Any = (), kwargs: Any = None) -> fx.Node:
+        """Return a node for a value that the text has no line for, and that other such lines may read."""
+        if key not in self.by_call:
+            node = fx.Node(fx.Graph(), "unwritten", "call_function", target, args, kwargs or {})
+            for x in node.all_input_nodes:
+                del x.users[node]  # the text's graph stays as it is
+                self.readers.setdefault(x, []).append(node)
+            self.by_call[key] = self.one[node] = node
+            self.twins[node] = [node]
+        return self.by_call[key]
 
     # --- claims
 
@@ -136,7 +142,7 @@ class Text:
             if twin.target is not ops.linear_nll:  # its loss lines read it as logits; others may not
                 self.claims.setdefault(twin, []).append(claim)
         for twin in self.twins[one]:
-            for user in list(twin.users):
+            for user in (*twin.users, *self.readers.get(twin, ())):
                 follow(self, user, twin, claim)
 
     # --- the model's ops

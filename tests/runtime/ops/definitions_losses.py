@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from shardc.errors import ShardcError
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
 from shardc.runtime.mesh.loopback import LoopbackMesh
@@ -85,6 +87,34 @@ def chunked_loss() -> None:
             close(torch.stack(of_x).double().sum(0), wanted[0], dtype)
             for found, whole in ((of_w, wanted[1]), (of_b, wanted[2])):
                 close(trim(unchunk(list(found), s), s), whole, dtype)
+
+
+@of("in_chunks")
+def rows_in_chunks() -> None:
+    """A product, and what reduces its classes; a last chunk of another size, and a row value that has a gradient."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x, w, top = (numbers(s, dtype, seed=i) / 2 for i, s in enumerate(((7, 3), (5, 3), (7, 1))))
+        body = (
+            ("aten.linear.default", ("%0", "%2"), ()),
+            ("aten.mul.Tensor", ("%3", "%1"), ()),
+            ("aten.logsumexp.default", ("%4", [1]), ()),
+            ("aten.sum.dim_IntList", ("%3", [1], True), (("dtype", torch.float64),)),
+        )
+        leaves = [t.clone().requires_grad_() for t in (x, top, w)]
+        z = F.linear(leaves[0], leaves[2])
+        want = torch.logsumexp(z * leaves[1], 1), z.sum(1, keepdim=True, dtype=torch.float64)
+        gs = [numbers(y.shape, y.dtype, seed=5 + i) for i, y in enumerate(want)]
+        wanted = torch.autograd.grad(want, leaves, gs)
+        for number in (1, 3, 7, 100):
+            mine = [t.clone().requires_grad_() for t in (x, top, w)]
+            out = ops.in_chunks(number, body, ((5, 0), (6, 0)), mine[:2], mine[2:], None)
+            for y, right in zip(out, want, strict=True):
+                close(y.detach(), right.detach(), dtype)
+            for g, right in zip(torch.autograd.grad(out, mine, gs), wanted, strict=True):
+                close(g, right, dtype)
+        assert not ops.in_chunks(2, body, ((5, 0),), mine[:2], mine[2:], None, trains=False)[0].requires_grad
+    with pytest.raises(ShardcError, match=r"aten.cumsum.default is not an op on rows"):
+        ops.in_chunks(2, (("aten.cumsum.default", ("%0", 0), ()),), ((1, 0),), [x], [], None)
 
 
 @of("largest", "sum_exp", "log_sum")

@@ -140,6 +140,7 @@ DETACHED = {
     "total",
 }
 DETACHED |= {"gather_start", "gather_wait", "fp8_amax", "fp8_round_grad", "attention_reach"}
+DETACHED |= {"in_chunks"}  # its tensors are in tuples: see `ways`
 DETACHED |= {"start", "wait", "transpose", "transpose_start", "add_into", "batch_stat"}
 DETACHED |= {"fp8_pack", "fp8_grad_of_data", "fp8_grad_of_weight", *broken_steps.OPS}
 #: Ops that look at this rank's place, or put ranks' parts in order.
@@ -188,6 +189,15 @@ def ways(name: str) -> Iterator[tuple[str, Op]]:
         yield "bytes that are not read", with_argument(op, 5, None)
     if name == "fp8_pack":
         yield "no scales", lambda x, *a: torch.cat([(made := op(x, *a))[: x.numel()], 0 * made[x.numel() :]])
+    if name == "in_chunks":
+        for how, at in (("rows", 3), ("whole tensors", 4)):
+
+            def doubled(*a: Any, at: int = at, **k: Any) -> Any:
+                changed = [_Backward.apply(x, lambda g: g + g) for x in a[at]]
+                return op(*a[:at], changed, *a[at + 1 :], **k)
+
+            yield f"twice the gradient of {how}", doubled
+        yield "no gradient", lambda *a, **k: op(*a, **{**k, "trains": False})
     yield from broken_steps.ways(name, op)
     if name == "attention":
         yield "not causal", with_argument(op, 5, False)
