@@ -52,10 +52,8 @@ def command(
             raise refused(foreign, "add --overwrite")
         if not checkpoints_in(checkpoint):
             raise none_in(checkpoint)
-        if push_to_hub and out.suffix == ".safetensors":
-            raise ShardcError(f"{out} is a file", where="--push-to-hub", fix="export to a folder, which has a card too")
         if push_to_hub:
-            needed("hub", "upload", "prepare")(push_to_hub)
+            needed("hub", "upload", "prepare")(push_to_hub, out)
         file = model_file.load(model)
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors
@@ -85,9 +83,8 @@ def command(
         limit = int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES
         for layout in layouts:
             write(layout, held, lambda name: stored[name].tensor(), mesh, limit)
-        if out.suffix != ".safetensors":
-            for write_card in registered("card", "of_export"):
-                write_card(out, carried, checkpoint)
+        for write_card in registered("card", "of_export"):
+            write_card(out, carried, checkpoint)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
         if push_to_hub:
             show(f"uploaded to {needed('hub', 'upload', 'upload')(out, push_to_hub)}")

@@ -9,6 +9,4 @@ static          the proof without running, for any number of ranks
 rules           proof of the rules of ops
 """
 
-from shardc.verify.simulate import simulate
-
-__all__ = ["simulate"]
+from shardc.verify.simulate import simulate as simulate

@@ -29,7 +29,7 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
     "generation": ({}, ["loopback(one.mesh, lambda mesh: one.engine(model, mesh=mesh).generate([[1, 2]]))"]),
-    "hub": ({}, ["shardc.optional.needed('hub', 'upload', 'prepare')('org/name')"]),
+    "hub": ({}, ["shardc.optional.needed('hub', 'upload', 'prepare')('org/name', None)"]),
 }
 #: A process that has what shardc takes of others, and of which each feature's is a fork: it imports shardc without the
 #: feature's folder. Imports fail there as they do when the folder is not there.
