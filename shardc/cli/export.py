@@ -55,10 +55,8 @@ def command(
             raise refused(foreign, "add --overwrite")
         if not checkpoints_in(checkpoint):
             raise none_in(checkpoint)
-        if push_to_hub and out.suffix == ".safetensors":
-            raise ShardcError(f"{out} is a file", where="--push-to-hub", fix="export to a folder, which has a card too")
         if push_to_hub:
-            needed("hub", "upload", "prepare")(push_to_hub)
+            needed("hub", "upload", "prepare")(push_to_hub, out)
         if best:
             chosen_one = best_of(checkpoints_in(checkpoint)[0].path.parent)
             if chosen_one is None:
@@ -94,9 +92,8 @@ def command(
         limit = int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES
         for layout in layouts:
             write(layout, held, lambda name: stored[name].tensor(), mesh, limit)
-        if out.suffix != ".safetensors":
-            for write_card in registered("card", "of_export"):
-                write_card(out, carried, checkpoint)
+        for write_card in registered("card", "of_export"):
+            write_card(out, carried, checkpoint)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
         if push_to_hub:
             show(f"uploaded to {needed('hub', 'upload', 'upload')(out, push_to_hub)}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shardc.cli.common import check_outputs
+from shardc.cli.common import check_outputs, console
 from shardc.cli.options import Named, NprocOption, PushOption, given, names_program, option
 from shardc.cli.ranks.make_job import ranks
 from shardc.errors import ShardcError
@@ -76,11 +76,11 @@ def command(
             overwrite = overwrite or resume is None
         _check(program, named.model, resume)
         _check_folders(save, log, resume, overwrite=overwrite)
-        if push_to_hub and (save is None or isinstance(save, Url)):
+        if push_to_hub and isinstance(save, Url):
             fix = "name a folder of this machine, --save DIR"
-            raise ShardcError("there is nothing to upload", where="--push-to-hub", fix=fix)
+            raise ShardcError("there is no folder to upload", where="--push-to-hub", fix=fix)
         if push_to_hub and first:
-            needed("hub", "upload", "prepare")(push_to_hub)
+            needed("hub", "upload", "prepare")(push_to_hub, save)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
         writes |= {f"offload: {n}": x for n, x in program.spec.data.offload.used.items() if x != "cpu"}
         job = all_ranks.job(
@@ -111,9 +111,7 @@ def command(
             tied = any(p.aliases for p in program.params)
             all_ranks.show(_summary(summary, tied=tied), summary)
             if push_to_hub:
-                print(
-                    f"uploaded to {needed('hub', 'upload', 'upload')(save, push_to_hub)}", file=sys.stderr, flush=True
-                )
+                console.print(f"uploaded to {needed('hub', 'upload', 'upload')(save, push_to_hub)}", markup=False)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -10,16 +10,14 @@ peak         10.1 MiB   at backward of h.3.fc (model.py:31), microbatch 1
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shardc.cost import Cost, Memory
 from shardc.cost.recorded import KINDS
 from shardc.ir.graph import source_of
 from shardc.ir.types import op_name
 from shardc.ir.units import seconds, size
 from shardc.report.aligned import aligned
-
-if TYPE_CHECKING:
-    from shardc.cost import Cost, Memory
 
 
 def table(cost: Cost) -> str:

@@ -43,10 +43,10 @@ def _fake(mode: FakeTensorMode, x: Tensor, any_rows: bool) -> Tensor:
     if not any_rows:
         with mode:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+    from torch.fx.experimental import symbolic_shapes as shapes
 
-    sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (x.dim() - 1)]
-    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+    sizes = [shapes.DimDynamic.DYNAMIC, *[shapes.DimDynamic.STATIC] * (x.dim() - 1)]
+    return mode.from_tensor(x, symbolic_context=shapes.StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
 def no_compiler(device: torch.device) -> str:

@@ -8,3 +8,5 @@ to_float64      a program in float64; random_batch: weights and a batch that it 
 static          the proof without running, for any number of ranks
 rules           proof of the rules of ops
 """
+
+from shardc.verify.simulate import simulate as simulate

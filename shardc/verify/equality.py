@@ -123,7 +123,7 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
         why = f"the model's loss is {float(loss.detach())} on one device"
     else:
         fault = f"on random weights and inputs {why}: nothing can be compared"
-        return not_compared("loss", fault, "compare with real weights: shardc.verify.simulate(program, model, batch)")
+        return not_compared("loss", fault, "compare with real weights: shardc.simulate(program, model, batch)")
     try:
         sim = simulate(double, weights, batch, seed=seed)
     except ReplicasDifferError as e:

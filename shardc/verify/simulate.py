@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from shardc.optional import registered
 from shardc.runtime.checks import user_changes
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.engine_optimizer import OptimizerOf, of_spec
-from shardc.verify.not_finite import op_on_ranks
+
+if TYPE_CHECKING:
+    from shardc.runtime.step.engine_optimizer import OptimizerOf
 
 #: How far replicas of a value may differ, relative to its largest element: ranks may add in different orders, so
 #: rounding differs.
@@ -94,6 +94,10 @@ def simulate(
     Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError if replicas differ, which is a
     bug of shardc or of a rule: it names the op if one of them is not finite.
     """
+    from shardc.runtime.step.engine import Engine  # here: `compile` imports this file, and runs nothing
+    from shardc.runtime.step.engine_optimizer import of_spec
+    from shardc.verify.not_finite import op_on_ranks
+
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ShardcError(
             f"steps must be a number, not {steps!r}", where="shardc.simulate", fix="give a whole number, 1 or more"

@@ -32,7 +32,7 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
     "generation": ({}, ["loopback(one.mesh, lambda mesh: one.engine(model, mesh=mesh).generate([[1, 2]]))"]),
-    "hub": ({}, ["shardc.optional.needed('hub', 'upload', 'prepare')('org/name')"]),
+    "hub": ({}, ["shardc.optional.needed('hub', 'upload', 'prepare')('org/name', None)"]),
     "trackers": ({}, ["__import__('shardc.cli.run', fromlist=['run'])._settings(program.spec.run, track=('wandb',))"]),
     "text": ({}, ["shardc.text.chats([], '', 8)"]),
 }

@@ -34,7 +34,6 @@ from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
 from shardc.ir.units import size
 from shardc.optional import needed, registered
-from shardc.report.cost import peak_place
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.launch import GAVE_UP, record_errors
 from shardc.runtime.mesh import own_cores
@@ -262,6 +261,8 @@ def _expected(job: Job) -> str:
         cost = load(job.program, trust=job.trust, as_compiled=True).cost(known)
     except ShardcError as e:
         return f"the memory of a step cannot be calculated: {e.what}"
+    from shardc.report.cost import peak_place  # here: it imports the passes
+
     memory = cost.memory
     return f"a step needs by calculation {size(memory.peak)} on a rank at its peak, at {peak_place(cost, memory)}"
 

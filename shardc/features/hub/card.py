@@ -28,9 +28,9 @@ def write(folder: Path, base: Path | None, facts: Mapping[str, Any], spec: str =
     if file.exists() and MARK not in file.read_text(errors="replace"):
         return False
     name, head = _of_base(base.resolve()) if base is not None else ("", {})
-    kinds = {"adapter_config.json": "peft", "config.json": "transformers"}
-    library = next((kind for has, kind in kinds.items() if (folder / has).exists()), None)
-    head |= {"tags": ["shardc"], **({"library_name": library} if library else {})}
+    kinds = {"config.json": "transformers", "adapter_config.json": "peft"}
+    library = [kind for has, kind in kinds.items() if (folder / has).exists()]
+    head |= {"tags": ["shardc"], **({"library_name": library[-1]} if library else {})}
     versions = [f"{n} {sys.modules[n].__version__}" for n in ("torch", "transformers") if n in sys.modules]
     versions += [f"shardc {VERSION}", f"Python {platform.python_version()}"]
     rows = {"base": name, **facts, "made with": ", ".join(versions)}
@@ -47,9 +47,8 @@ def of_export(folder: Path, base: Path | None, checkpoint: Path) -> None:
     """Write the card of an exported checkpoint: that of the run, if it is beside the checkpoint, or a short one."""
     at = checkpoint.resolve()
     cards = (x / "README.md" for x in (at, *at.parents[:2]))
-    texts = (f.read_text(errors="replace") for f in cards if f.is_file())
-    text = next((x for x in texts if MARK in x), None)
-    if write(folder, base, {"checkpoint": at.name}) and text is not None:
+    text = next((x for f in cards if f.is_file() and MARK in (x := f.read_text(errors="replace"))), None)
+    if folder.is_dir() and write(folder, base, {"checkpoint": at.name}) and text is not None:
         (folder / "README.md").write_text(text)
 
 

@@ -14,11 +14,15 @@ _OPTION = "--push-to-hub"
 _OTHERS = re.compile(r"(adapter_)?config\.json|README\.md|LICEN[CS]E.*|NOTICE.*")
 
 
-def prepare(repo: str) -> None:
+def prepare(repo: str, folder: Path | None) -> None:
     """Make the repository, private, unless it exists: what is wrong is known before a run begins.
 
-    Raises ShardcError without the library or a token, for a name that is none, and if the hub refuses.
+    Raises ShardcError without a folder, the library or a token, for a name that is none, and if the hub refuses.
     """
+    if folder is None or folder.suffix == ".safetensors":
+        raise ShardcError(
+            "there is no folder to upload", where=_OPTION, fix="name one: --save DIR, or OUT of an export"
+        )
     hub: Any = library("huggingface_hub", _OPTION)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ShardcError(f"{repo!r} does not name a repository", where=_OPTION, fix="write ORG/NAME, or USER/NAME")

@@ -156,7 +156,7 @@ def test_what_is_wrong_is_known_before_the_run(run: Path, hub: Hub, monkeypatch:
     asked = len(hub.asked)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert "there is no token of the hub" in shardc(*command, "--push-to-hub", "org/name").output
-    assert "there is nothing to upload" in shardc(*command[:-2], "--push-to-hub", "org/name").output
+    assert "there is no folder to upload" in shardc(*command[:-2], "--push-to-hub", "org/name").output
     assert len(hub.asked) == asked
     assert not (run / "out" / "checkpoint").exists()
 
