@@ -142,6 +142,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
         + 0.1 * z.logsumexp(-1).square().mean()
         - 0.2 * (z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
     ),
+    "each class alone": lambda z, y, w: F.binary_cross_entropy_with_logits(z, soft(z), reduction="sum"),
     "all elements": lambda z, y, w: (z.softmax(-1) - w).square().mean(),
     "rows weigh": lambda z, y, w: (
         F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none")
