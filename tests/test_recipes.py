@@ -92,6 +92,37 @@ def test_a_step_is_that_of_one_device(name: str) -> None:
         assert_equal(shardc.simulate(program, model, batch), want.detach(), grads)
 
 
+def test_scores_replace_a_reference() -> None:
+    """The log-probabilities of the reference, computed forward only on a mesh, give the same loss and gradients."""
+    batch = rows(dpo)
+    with zoo.Wide():
+        torch.manual_seed(0)
+        model = dpo.Preference(dpo.llama(1, 16)).double()
+        for p in model.reference.parameters():
+            p.data.mul_(1.1)
+        want = model(**batch)
+        want.backward()
+        ids = torch.cat([batch["chosen"], batch["rejected"]])
+        answer = torch.cat([batch["chosen_answer"], batch["rejected_answer"]])
+
+        class Reference(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model.reference
+
+            def forward(self, ids: Tensor, answer: Tensor) -> Tensor:
+                return dpo.log_probability(self.model, ids, answer)
+
+        spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"*.lm_head": "column"}}
+        program = shardc.compile(Reference(), {"ids": ids, "answer": answer}, spec, forward=True)
+        values = shardc.simulate(program, Reference(), {"ids": ids, "answer": answer}).outputs["output"]
+        scored = {**batch, "reference": values.view(2, -1).t().contiguous()}
+        policy = dpo.Scored(model.policy)
+        program = shardc.compile(policy, scored, {"shardc": 1, "mesh": {"dp": 2}, "loss": {"chunks": 2}})
+        grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+        assert_equal(shardc.simulate(program, policy, scored), want.detach(), grads)
+
+
 def test_noise_is_the_same_on_every_mesh() -> None:
     batch = wide(rows(dit))
     with zoo.Wide():
