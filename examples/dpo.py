@@ -1,7 +1,7 @@
 """Direct preference optimization (Rafailov et al. 2023): of two answers, the better one becomes likelier (`make dpo`).
 
-The reference is a frozen copy of the policy in the same model. `model_scored` has none: `shardc score` made its
-log-probabilities before, and they come with the batch.
+The reference is a frozen copy of the policy in the same model. `Scored` has none: its log-probabilities were computed
+before, with `shardc score` or `program.forward(...)`, and come with the batch.
 """
 
 from __future__ import annotations
@@ -39,8 +39,32 @@ class Preference(nn.Module):
     def forward(self, chosen: Tensor, rejected: Tensor, chosen_answer: Tensor, rejected_answer: Tensor) -> Tensor:
         ids, answer = torch.cat([chosen, rejected]), torch.cat([chosen_answer, rejected_answer])
         gain = log_probability(self.policy, ids, answer) - log_probability(self.reference, ids, answer)
-        better, worse = gain.chunk(2)
-        return -F.logsigmoid(BETA * (better - worse)).mean()
+        return preferred(gain)
+
+
+def preferred(gain: Tensor) -> Tensor:
+    """The loss of what the policy gained over the reference: f[2 b], chosen answers first."""
+    better, worse = gain.chunk(2)
+    return -F.logsigmoid(BETA * (better - worse)).mean()
+
+
+class Scored(nn.Module):
+    """The same, with log-probabilities of the reference in the batch: reference f[b, 2], chosen and rejected."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(
+        self,
+        chosen: Tensor,
+        rejected: Tensor,
+        chosen_answer: Tensor,
+        rejected_answer: Tensor,
+        reference: Tensor,
+    ) -> Tensor:
+        ids, answer = torch.cat([chosen, rejected]), torch.cat([chosen_answer, rejected_answer])
+        return preferred(log_probability(self.policy, ids, answer) - reference.t().flatten())
 
 
 class Pairs(Dataset[dict[str, Tensor]]):

@@ -30,8 +30,13 @@ class Sharded:
         super().__init__(*args, **kwargs)
         if self.args.gradient_accumulation_steps > 1 or self.args.bf16 or self.args.fp16:
             raise ValueError("write `batch: {microbatches: N}` and `precision: {compute: bfloat16}` in the spec")
+        if self.args.optim == "adamw_torch_fused":  # after a load, the check of optimizers refuses it over tp
+            self.args.optim = "adamw_torch"
         self.plain, self.by_accelerate = self.model, self.accelerator.prepare
         self.accelerator.prepare = self.prepared
+        self.accelerator.prepare_model = lambda model, **_: model
+        # losses are global: each counts for the rows of its batch
+        self.accelerator.gather_for_metrics = self.gather_function = lambda x, *_, **__: x[: self.counted]
         batch = {k: x for k, x in next(iter(self.get_train_dataloader())).items() if isinstance(x, Tensor)}
         self.program = shardc.compile(self.plain, batch, spec)
         self.rows = len(next(iter(batch.values())))
@@ -59,6 +64,7 @@ class Sharded:
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:
+        self.counted = len(next(iter(inputs.values())))
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,6 +90,37 @@ def test_a_step_is_that_of_one_device(name: str) -> None:
         want.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert_equal(shardc.simulate(program, model, batch), want.detach(), grads)
+
+
+def test_scores_replace_a_reference() -> None:
+    """The log-probabilities of the reference, computed forward only on a mesh, give the same loss and gradients."""
+    batch = rows(dpo)
+    with zoo.Wide():
+        torch.manual_seed(0)
+        model = dpo.Preference(dpo.llama(1, 16)).double()
+        for p in model.reference.parameters():
+            p.data.mul_(1.1)
+        want = model(**batch)
+        want.backward()
+        ids = torch.cat([batch["chosen"], batch["rejected"]])
+        answer = torch.cat([batch["chosen_answer"], batch["rejected_answer"]])
+
+        class Reference(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model.reference
+
+            def forward(self, ids: Tensor, answer: Tensor) -> Tensor:
+                return dpo.log_probability(self.model, ids, answer)
+
+        spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"*.lm_head": "column"}}
+        program = shardc.compile(Reference(), {"ids": ids, "answer": answer}, spec, forward=True)
+        values = shardc.simulate(program, Reference(), {"ids": ids, "answer": answer}).outputs["output"]
+        scored = {**batch, "reference": values.view(2, -1).t().contiguous()}
+        policy = dpo.Scored(model.policy)
+        program = shardc.compile(policy, scored, {"shardc": 1, "mesh": {"dp": 2}, "loss": {"chunks": 2}})
+        grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+        assert_equal(shardc.simulate(program, policy, scored), want.detach(), grads)
 
 
 def test_noise_is_the_same_on_every_mesh() -> None:
@@ -192,3 +224,52 @@ def test_pretraining_resumes_and_its_folder_is_fine_tuned(tokens: Path, tmp_path
         losses = [(float(tuned(**part).loss) * len(part["labels"]), len(part["labels"])) for part in parts]
     theirs = sum(x for x, _ in losses) / sum(n for _, n in losses)
     assert summary["held_out"] == pytest.approx(theirs, rel=1e-5)
+
+
+TRAINED = """
+import json, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from examples.trainer import ShardedTrainer
+out, steps, spec = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, bos_token_id=None, eos_token_id=None))
+ids = torch.randint(64, (64, 16), generator=torch.Generator().manual_seed(1))
+rows = [{"input_ids": row, "labels": row} for row in ids]
+options = {"max_steps": steps, "per_device_train_batch_size": 8, "logging_steps": 1, "save_steps": 2, "report_to": []}
+options |= {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "max_grad_norm": 0.5, "use_cpu": True}
+args = TrainingArguments(output_dir=out, disable_tqdm=True, **options)
+given = {"model": model, "args": args, "train_dataset": rows[:48], "eval_dataset": rows[48:61]}
+trainer = ShardedTrainer(**given, spec=spec) if spec else Trainer(**given)
+trainer.train(resume_from_checkpoint=len(sys.argv) > 4 or None)
+held_out = trainer.evaluate()["eval_loss"]
+trainer.save_model(out + "/final")
+if trainer.args.process_index == 0:
+    kept = [x[name] for x in trainer.state.log_history if "loss" in x for name in ("loss", "grad_norm")]
+    print("RESULT", json.dumps([*kept, held_out]))
+"""
+
+
+def test_a_trainer_of_transformers(tmp_path: Path) -> None:
+    """Losses, norms and held-out losses are those of one device; two more steps on another mesh, too."""
+    pytest.importorskip("accelerate")
+    script = tmp_path / "trained.py"
+    script.write_text(TRAINED)
+
+    def trained(out: str, steps: int, spec: dict[str, Any], *more: str) -> list[float]:
+        ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if spec else []
+        path = {"PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
+        printed = run(*ranks, str(script), str(tmp_path / out), str(steps), json.dumps(spec), *more, **path)
+        numbers: list[float] = json.loads(printed.rpartition("RESULT ")[2])
+        return numbers
+
+    one = trained("one", 4, {})
+    assert len(one) == 9
+    data = {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 1}}
+    assert trained("two", 4, data) == pytest.approx(one, rel=1e-5)
+    shutil.rmtree(tmp_path / "two" / "checkpoint-4")
+    tensor = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "model"}}
+    assert trained("two", 4, tensor, "resume") == pytest.approx(one, rel=1e-5)
+    whole, again = (AutoModelForCausalLM.from_pretrained(tmp_path / out / "final") for out in ("one", "two"))
+    for (name, x), y in zip(whole.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4, msg=name)

@@ -60,7 +60,8 @@ def by_rows(target: Any, args: Sequence[Any], ndim: int) -> str:
         return ("keeps" if name in _KEEP else "reduces") if along else ""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return ""
-    if "reduction" in [a.name for a in target._schema.arguments] and 0 not in args[2:4]:
+    names = [a.name for a in target._schema.arguments]
+    if "reduction" in names and 0 not in args[names.index("reduction") :][:1]:
         return ""  # a loss that adds its elements up
     return "keeps" if torch.Tag.pointwise in target.tags or target in _ON_ELEMENTS else ""
 

@@ -57,6 +57,46 @@ def test_a_llama_equals_one_device(mesh: str) -> None:
     equality.assert_equal(one.on(spec), one.loss, one.grads)
 
 
+class Capped(nn.Module):
+    """A Llama with a soft cap, smoothed labels, and an answer's log-probability, of which positions are shifted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama, self.batch = zoo.llama(dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        z = 7 * torch.tanh(self.llama(input_ids).logits / 7)
+        y = labels[:, 1:]
+        each = z[:, :-1].log_softmax(-1).gather(-1, y.clamp(min=0)[..., None]).squeeze(-1) * (y >= 0)
+        smooth = F.cross_entropy(z[:, :-1].flatten(0, 1), y.flatten(), label_smoothing=0.1)
+        return smooth - 0.1 * F.logsigmoid(each.sum(-1)).mean()
+
+
+@functools.cache
+def capped() -> tuple[Capped, Tensor, dict[str, Tensor]]:
+    with zoo.Wide():
+        model = Capped()
+        loss = model(model.batch["input_ids"], model.batch["labels"])
+        loss.backward()
+    return model, loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_loss_of_several_parts_equals_one_device(mesh: str) -> None:
+    model, loss, grads = capped()
+    batch = {name: model.batch[name] for name in ("input_ids", "labels")}
+    text = {**MESHES[mesh], **CHUNKS}
+    if "activations" in text:
+        text |= {"activations": {"llama.model.layers.*": {1: "tp"}}}
+    if "checkpoint" in text:
+        text |= {"checkpoint": [{"match": "llama.model.layers.*"}]}
+    with zoo.Wide():
+        program = shardc.compile(model, batch, {"shardc": 1, **text})
+        assert chunked(program) >= 1
+        assert prove(program).ok, str(prove(program))
+        equality.assert_equal(simulate(program, model, batch), loss, grads)
+
+
 class Head(nn.Module):
     """A classifier with a bias, of 37 classes; loss: of (its logits, targets, class weights)."""
 
@@ -102,6 +142,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
         + 0.1 * z.logsumexp(-1).square().mean()
         - 0.2 * (z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
     ),
+    "each class alone": lambda z, y, w: F.binary_cross_entropy_with_logits(z, soft(z), reduction="sum"),
     "all elements": lambda z, y, w: (z.softmax(-1) - w).square().mean(),
     "rows weigh": lambda z, y, w: (
         F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none")
