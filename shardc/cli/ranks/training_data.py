@@ -163,7 +163,9 @@ def _batches(
         dropped = train or (not whole and engine.program.resize is None)
         options = {"shuffle": train and not stream, "collate_fn": file.collate, "drop_last": dropped}
     if options is None:
-        source = make() if isinstance(source, Iterator) and not by_parts else source  # its first element was read
+        if isinstance(source, Iterator) and not by_parts:  # its first element was read
+            seed_everything(seed, 0)
+            source = make()
         part, parts = engine.part if by_parts else (0, 1)
         description = f"part {part} of {parts} of each global batch, of a {kind}"
         if not by_parts:

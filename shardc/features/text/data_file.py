@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from shardc.features.text.records import read
 from shardc.features.text.rows import chats, example, loaded
 
 
-def chats_of(folder: Path, on_meta: Callable[[], nn.Module], file: str, batch: int, seq: int) -> dict[str, Any]:
-    """Return data(split) and an example batch, for a model of transformers with its tokenizer in `folder`.
+def chats_of(folder: Path, file: str, batch: int, seq: int, *, positions: bool) -> dict[str, Any]:
+    """Return data(split) and an example batch for a model of transformers.
 
-    Raises ShardcError if the file or the tokenizer cannot be read. A model without position_ids, which cannot part
-    conversations in a row, gets one in each.
+    positions: whether it takes position_ids; else it cannot part conversations in a row, and gets one in each. Raises
+    ShardcError if the file or the tokenizer cannot be read.
     """
-    tokenizer, read_once = loaded(folder), read(file)
-    positions = "position_ids" in inspect.signature(on_meta().forward).parameters
+    tokenizer, conversations = loaded(folder), read(file)
 
     def data(split: str) -> Any:
-        if split != "train":
-            return None
-        return chats(read_once, tokenizer, seq, pack=positions, positions=positions)
+        train = split == "train"
+        return chats(conversations, tokenizer, seq, pack=positions, positions=positions) if train else None
 
-    form = example(batch, seq)
-    return {"data": data, "batch": form if positions else {k: x for k, x in form.items() if k != "position_ids"}}
+    return {"data": data, "batch": example(batch, seq, positions=positions)}
