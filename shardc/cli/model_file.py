@@ -423,7 +423,7 @@ def takes_positions(file: ModelFile) -> bool:
 def _with_data(file: ModelFile, data: str, batch: int, seq: int, seed: int) -> ModelFile:
     """Return a model of transformers with the data of --data. Its example batch then has the form of these data."""
     if Path(data).suffix != ".py":
-        chats_of = needed("text", "data_file", "chats_of")
+        chats_of = needed("text", "rows", "chats_of")
         return replace(file, **chats_of(source_of(file.ref).parent, data, batch, seq, positions=takes_positions(file)))
     path = _existing(data, data, "file", "a Python file with data(split)")
     module = _import(path)

@@ -64,7 +64,7 @@ class _Mixed:
         """Yield elements of the datasets in turn, evenly spread. opened: reads one for the first, second, ... time."""
         drawn, ended = Counter[str](), Counter[str]()
         streams = {name: opened(name, 0) for name in self.datasets}
-        sizes = {name: len(x) if is_map_style(x) else float("inf") for name, x in self.datasets.items()}
+        sizes = {name: max(1, len(x)) if is_map_style(x) else float("inf") for name, x in self.datasets.items()}
         while True:
             name = min(self.datasets, key=lambda name: (drawn[name] + 0.5) / self.shares[name])
             for element in streams[name]:

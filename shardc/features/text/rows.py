@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 from shardc.errors import ShardcError
 from shardc.features.text.chat_masks import ChatTokens, Tokens
 from shardc.features.text.packing import TOGETHER, Form
-from shardc.features.text.records import is_stream, records, text_of
+from shardc.features.text.records import is_stream, read, records, text_of
 
 Documents = Callable[["Counter[str]"], Iterator[Tokens]]  # reads them, and counts what was read and left out
 
@@ -40,19 +41,9 @@ def chats(
     model that does not take them cannot part packed rows. Raises ShardcError for a conversation that it cannot mask.
     """
     tokenizer = loaded(tokenizer)
-    tokens_of = ChatTokens(tokenizer)
-
-    def documents(counts: Counter[str]) -> Iterator[Tokens]:
-        for number, record in enumerate(records(source)):
-            ids, learned = tokens_of(record, f"conversation {number}")
-            counts.update(read=1, long=len(ids) > seq)
-            if any(learned[1:seq]) and (len(ids) <= seq or long == "cut"):
-                yield ids[:seq], learned[:seq]
-            elif len(ids) <= seq or long == "cut":
-                counts["unlearned"] += 1
-
     form = Form("conversation", seq, long, window if pack else 1, positions, pad_of(tokenizer))
-    return _rows(form, source, documents, (tokenizer.chat_template, len(tokenizer)))
+    read_by = partial(_conversations, source, ChatTokens(tokenizer), form)
+    return _rows(form, source, read_by, (tokenizer.chat_template, len(tokenizer)))
 
 
 def documents(
@@ -71,21 +62,21 @@ def documents(
     arguments: as of `chats`.
     """
     tokenizer = loaded(tokenizer)
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-
-    def pieces(counts: Counter[str]) -> Iterator[Tokens]:
-        for number, record in enumerate(records(source)):
-            ids = tokenizer(text_of(record, column, f"record {number}"))["input_ids"]
-            if begin is not None and ids[:2] == [begin, begin]:  # the text begins with it, and the tokenizer adds it
-                ids = ids[1:]
-            ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
-            counts.update(read=1, long=len(ids) > seq)
-            for piece in (ids[at : at + seq] for at in range(0, len(ids), seq)):
-                if len(piece) > 1:
-                    yield piece, [True] * len(piece)
-
     form = Form("document", seq, "in pieces", window if pack else 1, positions, pad_of(tokenizer))
-    return _rows(form, source, pieces, (column, len(tokenizer)))
+    return _rows(form, source, partial(_pieces, source, tokenizer, form, column), (column, len(tokenizer)))
+
+
+def chats_of(folder: Path, file: str, batch: int, seq: int, *, positions: bool) -> dict[str, Any]:
+    """Return data(split) and an example batch, of a file of conversations, for a model of transformers in `folder`.
+
+    positions: whether it takes position_ids; else it cannot part conversations in a row, and gets one in each.
+    """
+    tokenizer, found = loaded(folder), read(file)
+
+    def data(split: str) -> Any:
+        return chats(found, tokenizer, seq, pack=positions, positions=positions) if split == "train" else None
+
+    return {"data": data, "batch": example(batch, seq, positions=positions)}
 
 
 def loaded(tokenizer: Any) -> Any:
@@ -113,6 +104,31 @@ def example(rows: int, seq: int, *, positions: bool = True) -> dict[str, Tensor]
     """Return a batch of the form that `chats` and `documents` give, for batch() of a model file."""
     ids, place = torch.zeros(rows, seq, dtype=torch.int64), torch.arange(seq).expand(rows, seq).contiguous()
     return {"input_ids": ids, "labels": ids.clone()} | ({"position_ids": place} if positions else {})
+
+
+# Functions at the top level: a DataLoader's workers get them in a stream, also those that start as new processes.
+def _conversations(source: Any, tokens_of: ChatTokens, form: Form, counts: Counter[str]) -> Iterator[Tokens]:
+    for number, record in enumerate(records(source)):
+        ids, learned = tokens_of(record, f"conversation {number}")
+        counts.update(read=1, long=len(ids) > form.seq)
+        if len(ids) <= form.seq or form.long == "cut":
+            if any(learned[1 : form.seq]):
+                yield ids[: form.seq], learned[: form.seq]
+            else:
+                counts["unlearned"] += 1
+
+
+def _pieces(source: Any, tokenizer: Any, form: Form, column: str, counts: Counter[str]) -> Iterator[Tokens]:
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    for number, record in enumerate(records(source)):
+        ids = tokenizer(text_of(record, column, f"record {number}"))["input_ids"]
+        if begin is not None and ids[:2] == [begin, begin]:  # the text begins with it, and the tokenizer adds it
+            ids = ids[1:]
+        ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+        counts.update(read=1, long=len(ids) > form.seq)
+        for piece in (ids[at : at + form.seq] for at in range(0, len(ids), form.seq)):
+            if len(piece) > 1:
+                yield piece, [True] * len(piece)
 
 
 def _rows(form: Form, source: Any, documents: Documents, settings: Any) -> Rows | RowStream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,8 @@ def test_a_dataset_of_hugging_face_gives_the_same_rows(tmp_path: Path) -> None:
     stream = text.chats(rows.to_iterable_dataset(), words, 160)
     assert [r["input_ids"].tolist() for r in stream] == [r["input_ids"].tolist() for r in expected]
     assert stream.counts == expected.counts
+    again = pickle.loads(pickle.dumps(stream))  # as workers that are new processes get it
+    assert [r["labels"].tolist() for r in again] == [r["labels"].tolist() for r in expected]
 
 
 @pytest.mark.parametrize("seq", [7, 32, 100])
