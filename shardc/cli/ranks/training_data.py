@@ -176,7 +176,8 @@ def _batches(
         dataset, how = source, ""
         if isinstance(source, DataLoader):
             options |= {"shuffle": False, "drop_last": False} if whole else {}
-            dataset, how = source.dataset, f" of a DataLoader, {'shuffled' if options['shuffle'] else 'in order'}"
+            order = "" if isinstance(source.dataset, IterableDataset) else ", in order"
+            dataset, how = source.dataset, f" of a DataLoader{', shuffled' if options['shuffle'] else order}"
             generator = source.generator or getattr(getattr(source.batch_sampler, "sampler", None), "generator", None)
             seeds = [*seeds, generator.initial_seed()] if generator is not None else seeds  # shardc does not use it
         loader = engine.loader(dataset, seed=seed, name=split if train else None, **options)
