@@ -226,6 +226,7 @@ def python() -> dict[str, str]:
         "forward": members(Forward, "forward", FORWARD),
         "plan": members(shardc.Plan, "plan", PLAN),
         "parts": functions(PARTS),
+        "rows": "\n\n".join(entry(f"shardc.text.{n}", getattr(shardc.text, n)) for n in shardc.text.__all__),
         "results": "\n\n".join(f"### {n}\n\n{markdown(c)}" for n, c in results.items()),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -61,15 +62,9 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
-    """Return the shape of numbers: of a tensor, an array, a number, or lists of numbers. None for anything else."""
-    if isinstance(leaf, (bool, int, float, complex)):
-        return ()
-    if hasattr(leaf, "shape"):
-        return tuple(leaf.shape)
-    if not isinstance(leaf, (list, tuple)) or not leaf:
-        return (0,) if isinstance(leaf, (list, tuple)) else None
-    inner = _shape(leaf[0])
-    return None if inner is None else (len(leaf), *inner)
+    """Return the shape of a tensor, an array, a number, or lists of numbers; None of anything else."""
+    shape = getattr(_tensor(leaf), "shape", None)
+    return tuple(shape) if shape is not None else None
 
 
 class Again:
@@ -84,13 +79,9 @@ class Again:
 
 def first(data: Iterable[Any]) -> list[Any]:
     """Return the first element, in a list; [] if there is none."""
-    if isinstance(data, (list, tuple)) or not is_map_style(data):
-        elements = iter(data)
-        one = [x for x, _ in zip(elements, range(1), strict=False)]
-        if hasattr(elements, "close"):
-            elements.close()
-        return one
-    return [data[0]] if len(data) else []  # type: ignore[index, arg-type]
+    if is_map_style(data):
+        return [data[0]] if len(data) else []  # type: ignore[index, arg-type]
+    return list(islice(data, 1))
 
 
 class Tensors:
@@ -107,8 +98,11 @@ class Tensors:
 
     def __call__(self, samples: list[Any]) -> Any:
         if all(isinstance(x, Mapping) for x in samples):
-            kept = [name for name in samples[0] if name in self.wanted or _numbers([x.get(name) for x in samples])]
-            samples = [{name: x[name] for name in kept if name in x} for x in samples]
+            others = [name for name in samples[0] if name not in self.wanted]
+            left_out = {name for name in others if not _makes_tensor([x.get(name) for x in samples])}
+            samples = [
+                {k: _tensor(v) if k in others else v for k, v in x.items() if k not in left_out} for x in samples
+            ]
         return default_collate([self._tensors(x, ()) for x in samples])
 
     def _tensors(self, value: Any, path: Path) -> Any:
@@ -116,38 +110,35 @@ class Tensors:
             return _tensor(value, self.dtypes[path])
         if isinstance(value, Mapping):
             return {k: self._tensors(x, (*path, k)) for k, x in value.items()}
-        if isinstance(value, (list, tuple)):
-            if any(p[: len(path)] == path for p in self.dtypes):
-                items = [self._tensors(x, (*path, key)) for key, x in _items(value)]
-                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-            return _tensor(value, None)
+        if isinstance(value, (list, tuple)) and any(p[: len(path)] == path for p in self.dtypes):
+            items = [self._tensors(x, (*path, key)) for key, x in _items(value)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
 
     def lacking(self, sample: Any) -> str:
         """Return the name of an input that is None in a sample; "" if there is none."""
-        if not isinstance(sample, Mapping):
-            return ""
-        return next((str(p[0]) for p in self.dtypes if p and p[0] in sample and sample[p[0]] is None), "")
+        values = dict(sample) if isinstance(sample, Mapping) else {}
+        return next((str(p[0]) for p in self.dtypes if p and values.get(p[0], "") is None), "")
 
 
-def _tensor(value: Any, dtype: torch.dtype | None) -> Any:
+def _tensor(value: Any, dtype: torch.dtype | None = None) -> Any:
     """Return numbers of Python as a tensor, of this dtype if it is of the same kind; anything else as it is."""
-    arrays = isinstance(value, (list, tuple)) and bool(value) and hasattr(value[0], "__array__")
-    if _shape(value) is None or hasattr(value, "shape") or (arrays and dtype is None):
+    if not isinstance(value, (bool, int, float, complex, list, tuple)):
         return value
-    made = torch.tensor(np.stack(value) if arrays else value)
-    same = dtype is not None and (made.is_floating_point(), made.is_complex(), made.dtype == torch.bool) == (
-        dtype.is_floating_point,
-        dtype.is_complex,
-        dtype == torch.bool,
-    )
-    return made.to(dtype) if same or (dtype is not None and not made.numel()) else made
+    try:
+        made = torch.from_numpy(np.array(value))
+    except (TypeError, ValueError):  # texts, None; lists of several lengths
+        return value
+    return made.to(dtype) if dtype is not None and (_kind(made.dtype) == _kind(dtype) or not made.numel()) else made
 
 
-def _numbers(values: list[Any]) -> bool:
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
+
+
+def _makes_tensor(values: list[Any]) -> bool:
     """Return whether torch makes a tensor of these values of a column that the program does not take."""
     try:
-        made = default_collate([_tensor(x, None) if isinstance(x, (list, tuple)) else x for x in values])
+        return any(isinstance(leaf, Tensor) for _, leaf in leaves(default_collate([_tensor(x) for x in values])))
     except Exception:  # any: a type that it does not know, sizes that differ
         return False
-    return any(isinstance(leaf, Tensor) for _, leaf in leaves(made))

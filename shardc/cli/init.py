@@ -25,16 +25,15 @@ def command(
 ) -> None:
     """Write a model file and a spec that fine-tune a model of transformers, to run as they are and to change."""
     with reporting(debug, as_json) as show:
-        from shardc.cli import config_file
+        from shardc.cli import model_file
         from shardc.optional import needed
 
         if not model.startswith("hf:"):
             fix = f"write hf:{model}" if Path(model).is_dir() else "name a folder with config.json: shardc init hf:DIR"
             raise ShardcError("this is no model of transformers", where=model, fix=fix)
-        config = config_file.path_of(model.removeprefix("hf:"), model)
-        config_file.read(config, str(config), model)
-        into = folder.expanduser()
-        files = needed("text", "scaffold", "written")(config, into, str(data) if data else None, batch, seq)
-        path, spec = files[:2]
-        listed = "\n".join(f"written: {file}" for file in files)
-        show(f"{listed}\ntrain with: shardc run {path} {spec}", {"files": [str(file) for file in files]})
+        file, path = model_file.load(model), str(data.expanduser()) if data else None
+        positions, write = model_file.takes_positions(file), needed("text", "scaffold", "written")
+        files = write(model_file.source_of(file.ref), folder.expanduser(), path, batch, seq, positions=positions)
+        names = [str(written) for written in files]
+        listed = "\n".join(f"written: {name}" for name in names)
+        show(f"{listed}\ntrain with: shardc run {names[0]} {names[1]}", {"files": names})

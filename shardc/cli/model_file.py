@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardc.artifact.model_source import WHOLE
 from shardc.cli import config_file, hidden_modules
@@ -420,33 +420,33 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()}, weights=weights, note=note)
 
 
+def takes_positions(file: ModelFile) -> bool:
+    """Return whether a model takes position_ids."""
+    return "position_ids" in inspect.signature(file.on_meta().forward).parameters
+
+
 def _with_data(file: ModelFile, data: str, batch: int, seq: int, seed: int) -> ModelFile:
     """Return a model of transformers with the data of --data. Its example batch then has the form of these data."""
     if Path(data).suffix != ".py":
-        of_file = needed("text", "data_file", "chats_of")(source_of(file.ref).parent, file.on_meta, data, batch, seq)
-        return replace(file, **of_file)
+        chats_of = needed("text", "rows", "chats_of")
+        return replace(file, **chats_of(source_of(file.ref).parent, data, batch, seq, positions=takes_positions(file)))
     path = _existing(data, data, "file", "a Python file with data(split)")
     module = _import(path)
-    optional = _optional(module, path)
+    optional, make_batch = _optional(module, path), _function(module, path, "batch")
     if optional["data"] is None:
         fix = "define data(split), which returns a dataset for 'train', and one or None for 'valid'"
         raise ShardcError("the file has no data()", where=data, fix=fix)
-    make_batch = _function(module, path, "batch")
     with _users(path, "batch()" if make_batch else "data('train')"):
         seed_everything(seed)
-        example = make_batch() if make_batch else _example(optional, batch)
-    return replace(file, batch=example, **optional)
+        return replace(file, batch=make_batch() if make_batch else _example(optional, batch), **optional)
 
 
 def _example(optional: Mapping[str, Any], batch: int) -> Any:
     """Return a global batch of the first samples of data('train')."""
-    source, collate = optional["data"]("train"), optional["collate"] or torch.utils.data.default_collate
+    source, collate = optional["data"]("train"), optional["collate"] or default_collate
     if isinstance(source, DataLoader):
         return next(iter(source))
-    samples = [source[i] for i in range(min(batch, len(source)))] if is_map_style(source) else [*islice(source, batch)]
-    if len(samples) < batch:
-        fix = f"give more, or --batch {len(samples)}" if samples else "give some"
-        raise ShardcError(f"data('train') has {len(samples)} samples, and a batch {batch}", where="data", fix=fix)
+    samples = list(islice(source, batch) if not is_map_style(source) else map(source.__getitem__, range(batch)))
     try:
         return collate(samples)
     except (TypeError, RuntimeError, KeyError) as e:

@@ -194,7 +194,9 @@ def _batches(
         dropped = train or (not whole and engine.program.resize is None)
         options = {"shuffle": train and not stream, "collate_fn": file.collate, "drop_last": dropped}
     if options is None:
-        source = make() if isinstance(source, Iterator) and not by_parts else source  # its first element was read
+        if isinstance(source, Iterator) and not by_parts:  # its first element was read
+            seed_everything(seed, 0)
+            source = make()
         part, parts = engine.part if by_parts else (0, 1)
         description = f"part {part} of {parts} of each global batch, of a {kind}"
         if not by_parts:
@@ -205,7 +207,8 @@ def _batches(
         dataset, how = source, ""
         if isinstance(source, DataLoader):
             options |= {"shuffle": False, "drop_last": False} if whole else {}
-            dataset, how = source.dataset, f" of a DataLoader, {'shuffled' if options['shuffle'] else 'in order'}"
+            order = "" if isinstance(source.dataset, IterableDataset) else ", in order"
+            dataset, how = source.dataset, f" of a DataLoader{', shuffled' if options['shuffle'] else order}"
             generator = source.generator or getattr(getattr(source.batch_sampler, "sampler", None), "generator", None)
             seeds = [*seeds, generator.initial_seed()] if generator is not None else seeds  # shardc does not use it
         loader = engine.loader(dataset, seed=seed, name=split if train else None, **options)

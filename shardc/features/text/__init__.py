@@ -5,6 +5,5 @@ chat_masks  tokens of a conversation, and which of them the assistant wrote
 packing     packs conversations into rows, by best fit decreasing in a window
 rows        `chats`, `documents`: a dataset of packed rows, with counts and a digest; `example`: a batch of their form
 mixture     `mix`: several datasets as one, by weights
-data_file   the data of `--data` for a model of transformers
 scaffold    the model file and the spec of `shardc init`
 """

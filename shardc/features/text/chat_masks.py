@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from shardc.errors import ShardcError
 from shardc.features.text.records import conversation
@@ -49,45 +49,29 @@ class ChatTokens:
 
     def _rendered(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the stretches of it that the assistant wrote."""
-        template = self.tokenizer.get_chat_template(None, tools)
-        if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template):
-            return self._by_tags(messages, tools, template, where)
-        text = self._text(messages, tools, where)
-        return text, [
-            self._span(text, messages, i, tools, f"{where}, message {i}")
-            for i, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
-
-    def _by_tags(
-        self, messages: list[dict[str, Any]], tools: Any, template: str, where: str
-    ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        render: Any = render_jinja_template
+        template, render = self.tokenizer.get_chat_template(None, tools), cast(Any, render_jinja_template)
+        if not re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template):
+            text = self._text(messages, tools, where)
+            answers = (i for i, message in enumerate(messages) if message["role"] == "assistant")
+            return text, [self._span(text, messages, i, tools, f"{where}, message {i}") for i in answers]
+        options = {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
         with _refusals(where):
-            texts, spans = render(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-            )
-        return texts[0], [tuple(x) for x in spans[0]]
+            (text,), (spans,) = render(conversations=[messages], tools=tools, chat_template=template, **options)
+        return text, spans
 
     def _text(self, messages: list[dict[str, Any]], tools: Any, where: str, *, prompt: bool = False) -> str:
+        options: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
         with _refusals(where):
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
+            text: str = self.tokenizer.apply_chat_template(messages, **options)
         return text
 
     def _span(self, text: str, messages: list[dict[str, Any]], i: int, tools: Any, where: str) -> tuple[int, int]:
         """Return where the answer `messages[i]` begins and ends in the whole text."""
         if i == 0:
-            raise ShardcError(
-                "the conversation begins with the assistant", where=where, fix=f"begin with a user; or {_TAGS}"
-            )
+            fix = f"begin with a user; or {_TAGS}"
+            raise ShardcError("the conversation begins with the assistant", where=where, fix=fix)
         before, answer = self._text(messages[:i], tools, where, prompt=True), messages[i]["content"]
         fits, history = text.startswith(before), self._text(messages[:i], tools, where)
         if before == history:  # no generation prompt: what begins an answer is unknown
@@ -104,10 +88,8 @@ class ChatTokens:
             closing = re.match(rf"\s*(?:{ends or '(?!)'})", rest)
             end = len(text) - len(rest) + closing.end() if mark and closing and text.endswith(rest) else 0
         if not fits or end < len(before):
-            fault = (
-                "the chat template does not show where the assistant's text is: what precedes or ends it differs from"
-            )
-            raise ShardcError(f"{fault} the whole conversation's text", where=where, fix=_TAGS)
+            fault = "the chat template does not show where the assistant's text is: the text up to it is not the"
+            raise ShardcError(f"{fault} beginning of the whole conversation's", where=where, fix=_TAGS)
         return len(before), end
 
 
@@ -116,8 +98,6 @@ def _refusals(where: str) -> Iterator[None]:
     """Turn what a chat template raises into a ShardcError: each has its own checks."""
     try:
         yield
-    except ShardcError:
-        raise
     except Exception as e:  # any: of the template, or of an operation on a value that it does not expect
         fault = f"the chat template refuses the conversation: {str(e) or type(e).__name__}"
         system = " (a system text may begin the first user's)" if "system" in str(e).lower() else ""

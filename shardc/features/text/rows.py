@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +16,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from shardc.errors import ShardcError
 from shardc.features.text.chat_masks import ChatTokens, Tokens
-from shardc.features.text.packing import packed, row_of
-from shardc.features.text.records import is_stream, records, texts
+from shardc.features.text.packing import TOGETHER, Form
+from shardc.features.text.records import is_stream, read, records, text_of
 
-#: Documents that are packed at a time.
-TOGETHER = 1024
+Documents = Callable[["Counter[str]"], Iterator[Tokens]]  # reads them, and counts what was read and left out
 
 
 def chats(
@@ -41,27 +41,20 @@ def chats(
     model that does not take them cannot part packed rows. Raises ShardcError for a conversation that it cannot mask.
     """
     tokenizer = loaded(tokenizer)
-    tokens_of = ChatTokens(tokenizer)
-
-    def documents(counts: Counter[str]) -> Iterator[Tokens]:
-        for number, record in enumerate(records(source)):
-            counts["read"] += 1
-            ids, learned = tokens_of(record, f"conversation {number}")
-            if len(ids) > seq:
-                counts["long"] += 1
-                if long == "drop":
-                    continue
-            if any(learned[1:seq]):
-                yield ids[:seq], learned[:seq]
-            else:
-                counts["unlearned"] += 1
-
-    form = Form("conversation", seq, pack, long, window, positions, pad_of(tokenizer))
-    return form.rows(source, documents, (tokenizer.chat_template, len(tokenizer)))
+    form = Form("conversation", seq, long, window if pack else 1, positions, pad_of(tokenizer))
+    read_by = partial(_conversations, source, ChatTokens(tokenizer), form)
+    return _rows(form, source, read_by, (tokenizer.chat_template, len(tokenizer)))
 
 
 def documents(
-    source: Any, tokenizer: Any, seq: int, *, column: str = "text", pack: bool = True, window: int = TOGETHER
+    source: Any,
+    tokenizer: Any,
+    seq: int,
+    *,
+    column: str = "text",
+    pack: bool = True,
+    window: int = TOGETHER,
+    positions: bool = True,
 ) -> Rows | RowStream:
     """Return rows of texts, each with the tokenizer's end token, for pretraining. Long texts are cut into pieces.
 
@@ -69,22 +62,21 @@ def documents(
     arguments: as of `chats`.
     """
     tokenizer = loaded(tokenizer)
-    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    form = Form("document", seq, "in pieces", window if pack else 1, positions, pad_of(tokenizer))
+    return _rows(form, source, partial(_pieces, source, tokenizer, form, column), (column, len(tokenizer)))
 
-    def pieces(counts: Counter[str]) -> Iterator[Tokens]:
-        for text, _ in texts(source, column):
-            counts["read"] += 1
-            ids = tokenizer(text)["input_ids"]
-            if first is not None and ids[:2] == [first, first]:  # the text begins with it, and the tokenizer adds it
-                ids = ids[1:]
-            ids = ids if last is None or ids[-1:] == [last] else [*ids, last]
-            counts["long"] += len(ids) > seq
-            for begin in range(0, len(ids), seq):
-                if len(piece := ids[begin : begin + seq]) > 1:
-                    yield piece, [True] * len(piece)
 
-    form = Form("document", seq, pack, "in pieces", window, True, pad_of(tokenizer))
-    return form.rows(source, pieces, (column, len(tokenizer)))
+def chats_of(folder: Path, file: str, batch: int, seq: int, *, positions: bool) -> dict[str, Any]:
+    """Return data(split) and an example batch, of a file of conversations, for a model of transformers in `folder`.
+
+    positions: whether it takes position_ids; else it cannot part conversations in a row, and gets one in each.
+    """
+    tokenizer, found = loaded(folder), read(file)
+
+    def data(split: str) -> Any:
+        return chats(found, tokenizer, seq, pack=positions, positions=positions) if split == "train" else None
+
+    return {"data": data, "batch": example(batch, seq, positions=positions)}
 
 
 def loaded(tokenizer: Any) -> Any:
@@ -104,49 +96,43 @@ def loaded(tokenizer: Any) -> Any:
 
 
 def pad_of(tokenizer: Any) -> int:
-    """Return the id that fills rows. It is neither read by a document nor counted by the loss: any id will do."""
+    """Return the id that fills rows. No document reads it and the loss does not count it: any id will do."""
     return next((x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None), 0)
 
 
-def example(rows: int, seq: int) -> dict[str, Tensor]:
+def example(rows: int, seq: int, *, positions: bool = True) -> dict[str, Tensor]:
     """Return a batch of the form that `chats` and `documents` give, for batch() of a model file."""
     ids, place = torch.zeros(rows, seq, dtype=torch.int64), torch.arange(seq).expand(rows, seq).contiguous()
-    return {"input_ids": ids, "labels": ids.clone(), "position_ids": place}
+    return {"input_ids": ids, "labels": ids.clone()} | ({"position_ids": place} if positions else {})
 
 
-class Form:
-    """How documents become rows. kind: the name of a document, for people."""
+# Functions at the top level: a DataLoader's workers get them in a stream, also those that start as new processes.
+def _conversations(source: Any, tokens_of: ChatTokens, form: Form, counts: Counter[str]) -> Iterator[Tokens]:
+    for number, record in enumerate(records(source)):
+        ids, learned = tokens_of(record, f"conversation {number}")
+        counts.update(read=1, long=len(ids) > form.seq)
+        if len(ids) <= form.seq or form.long == "cut":
+            if any(learned[1 : form.seq]):
+                yield ids[: form.seq], learned[: form.seq]
+            else:
+                counts["unlearned"] += 1
 
-    def __init__(self, kind: str, seq: int, pack: bool, long: str, window: int, positions: bool, pad: int) -> None:
-        for name, number, least in (("seq", seq, 2), ("window", window, 1)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ShardcError(f"{name} is {number!r}", where="shardc.text", fix=f"a whole number from {least} on")
-        if long not in ("drop", "cut", "in pieces"):
-            raise ShardcError(f"long is {long!r}", where="shardc.text", fix='long="drop" or long="cut"')
-        if pack and not positions:
-            fix = "pack=False: a model without position_ids reads over the end of a conversation"
-            raise ShardcError("packed rows need positions", where="shardc.text", fix=fix)
-        self.kind, self.seq, self.long, self.positions, self.pad = kind, seq, long, positions, pad
-        self.window = window if pack else 1
 
-    def rows(
-        self, source: Any, documents: Callable[[Counter[str]], Iterator[Tokens]], settings: Any
-    ) -> Rows | RowStream:
-        return RowStream(self, source, documents, settings) if is_stream(source) else Rows(self, documents)
+def _pieces(source: Any, tokenizer: Any, form: Form, column: str, counts: Counter[str]) -> Iterator[Tokens]:
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    for number, record in enumerate(records(source)):
+        ids = tokenizer(text_of(record, column, f"record {number}"))["input_ids"]
+        if begin is not None and ids[:2] == [begin, begin]:  # the text begins with it, and the tokenizer adds it
+            ids = ids[1:]
+        ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+        counts.update(read=1, long=len(ids) > form.seq)
+        for piece in (ids[at : at + form.seq] for at in range(0, len(ids), form.seq)):
+            if len(piece) > 1:
+                yield piece, [True] * len(piece)
 
-    def packed(self, documents: Iterator[Tokens]) -> Iterator[list[Tokens]]:
-        return packed(documents, self.seq, self.window)
 
-    def row(self, documents: list[Tokens]) -> dict[str, Tensor]:
-        return row_of(documents, self.seq, self.pad, positions=self.positions)
-
-    def counted(self, counts: Counter[str]) -> str:
-        """Say what was read and what was left out."""
-        then = {"drop": "left out", "cut": "cut"}.get(self.long, self.long)
-        long = f"{counts['long']:,} of more than {self.seq} tokens {then}" if counts["long"] else ""
-        none = f"{counts['unlearned']:,} with nothing to learn left out" if counts["unlearned"] else ""
-        aside = ", ".join(filter(None, (long, none)))
-        return f"{counts['read']:,} {self.kind}{'s' * (counts['read'] != 1)}{f' ({aside})' if aside else ''}"
+def _rows(form: Form, source: Any, documents: Documents, settings: Any) -> Rows | RowStream:
+    return RowStream(form, source, documents, settings) if is_stream(source) else Rows(form, documents)
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -155,7 +141,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     digest: of all tokens and labels; a resumed run compares it with its checkpoint's.
     """
 
-    def __init__(self, form: Form, documents: Callable[[Counter[str]], Iterator[Tokens]]) -> None:
+    def __init__(self, form: Form, documents: Documents) -> None:
         self.counts: Counter[str] = Counter()
         self._form, ids, learned, lengths, rows = form, [], [], [], [0]
         for row in form.packed(documents(self.counts)):
@@ -169,7 +155,7 @@ class Rows(Dataset[dict[str, Tensor]]):
             raise ShardcError(f"no row is left of {form.counted(self.counts)}", where="shardc.text", fix=fix)
         self._ids, self._learned = np.concatenate(ids), np.concatenate(learned)
         self._rows, self._at = np.asarray(rows), np.concatenate([[0], np.cumsum(lengths)])
-        digest = xxhash.xxh3_128(str((form.seq, form.pad, form.positions)).encode())
+        digest = xxhash.xxh3_128(repr((form.seq, form.pad, form.positions)).encode())
         for array in (self._ids, self._learned, self._rows, self._at):
             digest.update(array.tobytes())
         self.digest = digest.hexdigest()
@@ -180,24 +166,21 @@ class Rows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         i = range(len(self))[i]
         cuts = [slice(*self._at[d : d + 2]) for d in range(self._rows[i], self._rows[i + 1])]
-        return self._form.row([(self._ids[cut], self._learned[cut]) for cut in cuts])  # type: ignore[misc]
+        return self._form.row([(self._ids[cut], self._learned[cut]) for cut in cuts])
 
     @property
     def description(self) -> str:
-        seq, n = self._form.seq, len(self)
-        how, full = "packed into" if self._form.window > 1 else "in", len(self._ids) / (seq * n)
+        seq, n, full = self._form.seq, len(self), len(self._ids) / (self._form.seq * len(self))
+        how = "packed into" if self._form.window > 1 else "in"
         return f"{self._form.counted(self.counts)}, {how} {n:,} row{'s' * (n != 1)} of {seq} ({full:.0%} full)"
 
 
 class RowStream(IterableDataset[dict[str, Tensor]]):
-    """The same of a source without a length. counts: of the last reading."""
+    """The same of a source without a length. counts: of the last reading; digest: of the settings."""
 
-    def __init__(
-        self, form: Form, source: Any, documents: Callable[[Counter[str]], Iterator[Tokens]], settings: Any
-    ) -> None:
+    def __init__(self, form: Form, source: Any, documents: Documents, settings: Any) -> None:
         self._form, self._source, self._documents, self.counts = form, source, documents, Counter[str]()
-        facts = (form.kind, form.seq, form.pad, form.long, form.window, form.positions, settings)
-        self.digest = xxhash.xxh3_128(repr(facts).encode()).hexdigest()
+        self.digest = xxhash.xxh3_128(repr((form, settings)).encode()).hexdigest()
         self.description = f"a stream of {form.kind}s, in rows of {form.seq}"
 
     def set_epoch(self, epoch: int) -> None:
@@ -206,4 +189,4 @@ class RowStream(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self.counts = Counter()
-        yield from map(self._form.row, self._form.packed(self._documents(self.counts)))
+        return map(self._form.row, self._form.packed(self._documents(self.counts)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def test_documents_end_begin_once_and_are_cut_into_pieces() -> None:
     assert rows.description.startswith("1 document (1 of more than 16 tokens in pieces), packed into")
     kept = [t for row in rows for t in row["input_ids"].tolist()]
     assert [t for t in kept if t != end] == [t for t in words("a " * 50)["input_ids"] if t != end]
-    with pytest.raises(ShardcError, match=r"no text in 'text': the record has body\n  fix: name the column"):
+    with pytest.raises(ShardcError, match=r"no text in 'text': the record has body\n  fix: column='NAME' names"):
         text.documents([{"body": "x"}], words, 16)
 
 
@@ -208,7 +209,7 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match=r"there is no file .*\n  fix: did you mean .*chats.jsonl"):
         text.read(tmp_path / "chat.jsonl")
     (tmp_path / "rows.csv").write_text("a,b\n")
-    with pytest.raises(ShardcError, match=r"records are not read from a file .csv\n  fix: .*load_dataset"):
+    with pytest.raises(ShardcError, match=r"rows.csv is no .jsonl file\n  fix: .*load_dataset"):
         text.read(tmp_path / "rows.csv")
     with pytest.raises(ShardcError, match=r"the tokenizer has no chat template\n  fix: set"):
         text.chats([TALK], tokenizer(None), 32)
@@ -226,6 +227,8 @@ def test_a_dataset_of_hugging_face_gives_the_same_rows(tmp_path: Path) -> None:
     stream = text.chats(rows.to_iterable_dataset(), words, 160)
     assert [r["input_ids"].tolist() for r in stream] == [r["input_ids"].tolist() for r in expected]
     assert stream.counts == expected.counts
+    again = pickle.loads(pickle.dumps(stream))  # as workers that are new processes get it
+    assert [r["labels"].tolist() for r in again] == [r["labels"].tolist() for r in expected]
 
 
 @pytest.mark.parametrize("seq", [7, 32, 100])
