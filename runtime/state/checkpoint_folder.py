@@ -115,20 +115,15 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
 WORK, _OLD = ".saving-", ".old"
 LOCK = ".lock"
-_CONVERT = "convert it, and name NEW:"
 #: Files of other libraries' checkpoints: the end of a name, whose the checkpoint is, and what to do with it.
 _OTHERS = (
-    (r"\.metadata|\.distcp", "torch.distributed (FSDP)", "name its folder, which has the file .metadata: {at}"),
+    (r"\.metadata|\.distcp", "torch.distributed (FSDP)", "its folder, which has the file .metadata: {at}"),
     (
-        r"zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt",
+        r"zero_pp_rank_\d+\w+\.pt",
         "DeepSpeed",
-        _CONVERT + " python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW",
+        "NEW: python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW",
     ),
-    (
-        r"mp_rank_\d+_\w+\.pt",
-        "DeepSpeed",
-        _CONVERT + ' torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")',
-    ),
+    (r"mp_rank_\d+_\w+\.pt", "DeepSpeed", 'NEW: torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")'),
 )
 
 
@@ -251,7 +246,7 @@ def of_others(path: Path) -> ShardcError | None:
     ordered = sorted(files, key=lambda x: ("optim" in x.parent.name, x))
     for end, whose, how in _OTHERS:
         if (x := next((x for x in ordered if re.search(f"({end})$", x.name)), None)) is not None:
-            fix = how.format(at=x.parent, x=x)
+            fix = f"{'convert it, and ' if 'NEW' in how else ''}name {how.format(at=x.parent, x=x)}"
             return ShardcError(f"this is a checkpoint of {whose}", where=str(path), fix=fix)
     return None
 

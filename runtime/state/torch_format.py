@@ -128,7 +128,12 @@ def _index(folder: _Folder, manifest: Mapping[str, Any] | None) -> tuple[Index, 
         counts = [k for k, (_, state) in states.items() if state == "step"]
         facts["extra"] = {"step": int(folder.value((steps or counts)[0]))} if steps or counts else {}
     extra, mesh = {"step": 0, **facts.get("extra", {})}, dict(facts.get("mesh", {}))
-    facts = {"model": str(facts.get("model", "")), "mesh": mesh, "extra": extra, "optimizer": facts.get("optimizer")}
+    facts = {
+        "model": str(facts.get("model", "torch.distributed.checkpoint")),
+        "mesh": mesh,
+        "extra": extra,
+        "optimizer": facts.get("optimizer"),
+    }
     index = Index("torch", int(extra["step"]), program="", files=tuple(folder.files), tensors=tensors, **facts)
     check_slices(index)
     used = {id(x) for x in tensors.values()}

@@ -33,6 +33,10 @@ def expanded(path: str | Path) -> Path:
     return Path("/", str(path)[match.end() :]) if match[1] == "file" else Url(path)
 
 
+def _asked(name: str) -> Any:
+    return lambda path, **_: bool(path.call(name))
+
+
 class Url(PosixPath):
     """A folder or a file in a store, with what shardc uses of paths. The store's errors are OSError."""
 
@@ -64,14 +68,7 @@ class Url(PosixPath):
             fix = "check the name of the bucket, and the credentials of this machine"
             raise ShardcError(f"cannot write to {self}: {e}", where=option, fix=fix) from None
 
-    def exists(self, **_: Any) -> bool:
-        return bool(self.call("exists"))
-
-    def is_dir(self, **_: Any) -> bool:
-        return bool(self.call("isdir"))
-
-    def is_file(self, **_: Any) -> bool:
-        return bool(self.call("isfile"))
+    exists, is_dir, is_file = map(_asked, ("exists", "isdir", "isfile"))
 
     def resolve(self, strict: bool = False) -> Url:
         return self
