@@ -45,10 +45,8 @@ def damage(file: Path, key: str, s: Slice) -> DamagedError:
     return DamagedError(f"{key}[{box_text}], at byte {s.start}, differs from the saved data", where=str(file))
 
 
-def _read_into(descriptor: disk_calls.Opened, file: File, x: Tensor, s: Slice) -> bool:
+def _read_into(descriptor: disk_calls.Opened, x: Tensor, s: Slice) -> bool:
     """Read one slice into a tensor; return False if its digest differs."""
-    if not s.digest:  # of torch's format, which has none
-        return _read_rows(descriptor, file, x.dtype, s, [(Box.alone(s.offset, s.shape), x)])
     data, hasher = bytes_of(x), DIGEST()
     size = BLOCK if isinstance(descriptor, int) else len(data)  # each read of a store takes a while
     try:
@@ -59,19 +57,6 @@ def _read_into(descriptor: disk_calls.Opened, file: File, x: Tensor, s: Slice) -
     except OSError:
         return False
     return hasher.hexdigest() == s.digest
-
-
-def _read_rows(
-    descriptor: disk_calls.Opened, file: File, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]
-) -> bool:
-    try:
-        for box, target in parts:
-            rows, *rest = box.within(s.offset) or [None]
-            x = torch_format.read_rows(descriptor, file, s, dtype, rows)
-            target.copy_(x[(slice(None), *rest)] if rows is not None else x)
-    except OSError:
-        return False
-    return True
 
 
 def read_boxes(path: Path, index: Index, wanted: Iterable[tuple[str, Box, Tensor]]) -> list[DamagedError]:
@@ -105,12 +90,12 @@ def _read_slice(
     descriptor: disk_calls.Opened, file: File, dtype: torch.dtype, s: Slice, parts: list[tuple[Box, Tensor]]
 ) -> bool:
     """Read one slice, and copy parts of it to their places; return False if its digest differs."""
-    if not s.digest:
-        return _read_rows(descriptor, file, dtype, s, parts)
+    if not s.digest:  # of torch's format, which has none
+        return torch_format.fill(descriptor, file, dtype, s, parts)
     x = parts[0][1]  # read into directly if it is the slice
     direct = x.shape == s.shape and x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous() and not parts[1:]
     buffer = x if direct else torch.empty(s.shape, dtype=dtype)
-    if not _read_into(descriptor, file, buffer, s):
+    if not _read_into(descriptor, buffer, s):
         return False
     for box, target in () if direct else parts:
         target.copy_(buffer[box.within(s.offset)])
@@ -130,20 +115,15 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
 WORK, _OLD = ".saving-", ".old"
 LOCK = ".lock"
-_CONVERT = "convert it, and name NEW:"
 #: Files of other libraries' checkpoints: the end of a name, whose the checkpoint is, and what to do with it.
 _OTHERS = (
-    (r"\.metadata|\.distcp", "torch.distributed (FSDP)", "name its folder, which has the file .metadata: {at}"),
+    (r"\.metadata|\.distcp", "torch.distributed (FSDP)", "its folder, which has the file .metadata: {at}"),
     (
-        r"zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt",
+        r"zero_pp_rank_\d+\w+\.pt",
         "DeepSpeed",
-        _CONVERT + " python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW",
+        "NEW: python -m deepspeed.utils.zero_to_fp32 {at.parent} NEW",
     ),
-    (
-        r"mp_rank_\d+_\w+\.pt",
-        "DeepSpeed",
-        _CONVERT + ' torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")',
-    ),
+    (r"mp_rank_\d+_\w+\.pt", "DeepSpeed", 'NEW: torch.save(torch.load("{x}", weights_only=False)["module"], "NEW")'),
 )
 
 
@@ -258,13 +238,15 @@ def none_in(folder: Path) -> ShardcError:
 
 def of_others(path: Path) -> ShardcError | None:
     """Build the error for another library's checkpoint, a folder or a file of it, with how to convert it; or None."""
+    if isinstance(path, Url):
+        return None
     files = [x for depth in ("*", "*/*") for x in path.glob(depth)]
     if not path.is_dir() and re.search(r"mp_rank_\d+_|\.distcp$|^\.metadata$", path.name):
         files = [*path.parent.glob("*")]
     ordered = sorted(files, key=lambda x: ("optim" in x.parent.name, x))
     for end, whose, how in _OTHERS:
         if (x := next((x for x in ordered if re.search(f"({end})$", x.name)), None)) is not None:
-            fix = how.format(at=x.parent, x=x)
+            fix = f"{'convert it, and ' if 'NEW' in how else ''}name {how.format(at=x.parent, x=x)}"
             return ShardcError(f"this is a checkpoint of {whose}", where=str(path), fix=fix)
     return None
 
@@ -402,7 +384,8 @@ def verify(path: Path) -> Iterator[ShardcError]:
             yield e
         with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:  # see `check_file`
             for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].start):
-                if not _read_into(descriptor, file, torch.empty(s.shape, dtype=index.tensors[key].dtype), s):
+                dtype, box = index.tensors[key].dtype, Box.alone(s.offset, s.shape)
+                if not _read_slice(descriptor, file, dtype, s, [(box, torch.empty(s.shape, dtype=dtype))]):
                     yield damage(path / file.name, key, s)
 
 

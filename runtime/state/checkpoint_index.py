@@ -123,7 +123,7 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        return sum(f.nbytes for f in self.files)
+        return sum(f.nbytes - (0 if f.sha256 else f.header) for f in self.files)  # without digests: parts of files
 
 
 # --- as text

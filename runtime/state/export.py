@@ -176,7 +176,7 @@ def foreign_weights(path: Path) -> Path | None:
     """Return a weight file at this path (folder or file) that shardc did not write, or None."""
     file = path
     try:
-        for file in weight_files(path):
+        for file in weight_files(path) if not isinstance(path, Url) else ():  # nothing is exported to a store
             if file.suffix != ".safetensors" or not _MARK.items() <= (open_safetensors(file).metadata() or {}).items():
                 return file
     except (ShardcError, OSError):  # an index without its files, a file that cannot be read

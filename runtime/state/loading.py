@@ -117,6 +117,8 @@ def _checked(path: Path, held: RankState, room: Room | None, accept: Callable[[M
     errors, states = Errors(), dict[str, dict[str, Any]]()
     if not index.program:  # no program of ours was saved: another library's
         index = _of_others(index, program, path)
+        if "loaders" not in index.extra:
+            mesh.note("data: from the beginning, as the checkpoint does not say where they were")
     have = {k.removeprefix("model."): x.shape for k, x in index.tensors.items() if k.startswith("model.")}
     entries: list[Param | Buffer] = [*program.params, *kept(program)]
     want = {n: shape for x in entries for n, shape in x.shapes.items() if x.members or n == x.fqn}

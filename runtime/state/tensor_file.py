@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir import type_text
+from shardc.runtime.state.boxes import Numbers, Sliced, index
 from shardc.runtime.storage import disk_calls
 from shardc.runtime.storage.urls import Remote, Url
 
@@ -72,64 +72,42 @@ def open_safetensors(path: Path) -> Any:
     Raises ShardcError for another kind of file, before anything is allocated.
     """
     try:
-        if isinstance(path, Url):
-            return RemoteTensors(path)
         with disk_calls.opened(path, links=True):  # a pipe would block
             return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (SafetensorError, OSError) as e:
         fix = "copy or download the file again: it is truncated, damaged, or not a .safetensors file"
         why, fix = instead(path) or (getattr(e, "strerror", None) or e, fix)
         raise ShardcError(f"the file cannot be read: {why}", where=str(path), fix=fix) from None
 
 
-class RemoteTensors:
-    """A .safetensors file in a store, with what shardc uses of safetensors.safe_open. Raises ValueError, OSError."""
-
-    def __init__(self, path: Url) -> None:
-        self._file = Remote.opened(path)
-        length = int.from_bytes(self._file.read(0, 8), "little")
-        if length > min(MAX_HEADER, self._file.size - 8):
-            raise ValueError("its header is longer than the file, or than safetensors allows")
-        self._begin, self._table = 8 + length, json.loads(self._file.read(8, length))
-        self._metadata = self._table.pop("__metadata__", {})
-        for name, x in self._table.items():
-            start, stop = x["data_offsets"]
-            nbytes = math.prod(x["shape"]) * DTYPES[x["dtype"]].itemsize if x["dtype"] in DTYPES else stop - start
-            if not 0 <= start <= stop <= self._file.size - self._begin or stop - start != nbytes:
-                raise ValueError(f"it is truncated or damaged: {name} does not fit it")
-
-    def keys(self) -> list[str]:
-        return list(self._table)
-
-    def metadata(self) -> dict[str, str]:
-        return dict(self._metadata)
-
-    def get_slice(self, name: str) -> RemoteSlice:
-        x = self._table[name]
-        return RemoteSlice(self._file, x["dtype"], tuple(x["shape"]), self._begin + x["data_offsets"][0])
+def tensors_in_store(path: Url) -> tuple[dict[str, Sliced], dict[str, str]]:
+    """Return the tensors of a .safetensors file in a store, of which rows are read, and its metadata."""
+    try:
+        file = Remote(path)
+        begin = 8 + int.from_bytes(file.read(0, 8), "little")
+        table = json.loads(file.read(8, min(begin - 8, MAX_HEADER)))
+        metadata = table.pop("__metadata__", {})
+        return {name: _rows_of(file, begin, **x) for name, x in table.items()}, metadata
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        fix = "copy it again: it is truncated, damaged, or not a .safetensors file"
+        raise ShardcError(f"the file cannot be read: {e}", where=str(path), fix=fix) from None
 
 
-@dataclass(frozen=True)
-class RemoteSlice:
-    """A tensor of it. start: its first byte in the file. Indexing reads rows, and no others."""
+def _rows_of(file: Remote, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Sliced:
+    kind, (start, stop) = DTYPES[dtype], data_offsets
+    row = math.prod(shape[1:]) * kind.itemsize
+    if not 0 <= start <= stop <= file.size - begin or stop - start != row * math.prod(shape[:1]):
+        raise ValueError("a tensor does not fit the file")
 
-    file: Remote
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
+    def read(offset: Numbers, size: Numbers) -> Tensor:
+        if 0 in size:
+            return torch.empty(size, dtype=kind)
+        first, rows = (offset[0], size[0]) if shape else (0, 1)
+        data = bytearray(file.read(begin + start + first * row, rows * row))
+        read = torch.frombuffer(data, dtype=kind).view(rows, *shape[1:])
+        return read[index((0, *offset[1:]), size)] if shape else read[0]
 
-    def get_dtype(self) -> str:
-        return self.dtype
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def __getitem__(self, box: Any) -> Tensor:
-        dtype, (rows, *rest) = DTYPES[self.dtype], box if self.shape else [slice(0, 1)]
-        row, count = math.prod(self.shape[1:]) * dtype.itemsize, rows.stop - rows.start
-        data = self.file.read(self.start + rows.start * row, count * row)
-        read = torch.frombuffer(bytearray(data), dtype=dtype).view(count, *self.shape[1:])
-        return read[(slice(None), *rest)] if self.shape else read[0]
+    return Sliced(tuple(shape), kind, read)
 
 
 _AGAIN = "copy or download it again"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -62,9 +61,7 @@ def export_checkpoint(path: Path, new: Path) -> str:
     if new.exists() and any(new.iterdir()):
         raise ShardcError("the folder is not empty", where=str(new), fix="name a new one")
     check_files(path, index)
-    forms: dict[str, Tensor] = {
-        key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in index.tensors.items()
-    }
+    forms: dict[str, Any] = {k: torch.empty(x.shape, dtype=x.dtype, device="meta") for k, x in index.tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there are no other ranks
         save(forms, storage_writer=FileSystemWriter(new), planner=_Planner(path, index), no_dist=True)

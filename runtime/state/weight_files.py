@@ -23,7 +23,7 @@ from shardc.errors import ShardcError
 from shardc.runtime.state.boxes import Numbers, Sliced, in_memory_by_name, index
 from shardc.runtime.state.checkpoint_folder import checkpoints_in, of_others, read_box, read_index
 from shardc.runtime.state.quantized import plain_state
-from shardc.runtime.state.tensor_file import DTYPES, instead, open_safetensors
+from shardc.runtime.state.tensor_file import DTYPES, instead, open_safetensors, tensors_in_store
 from shardc.runtime.storage import disk_calls
 from shardc.runtime.storage.urls import Url
 
@@ -141,6 +141,10 @@ def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
     tensors: dict[str, Sliced] = {}
     ties: dict[str, str] = {}
     for file in files:
+        if isinstance(file, Url):
+            inside, metadata = tensors_in_store(file)
+            tensors, ties = tensors | inside, ties | metadata
+            continue
         handle = open_safetensors(file)
         for name in handle.keys():  # noqa: SIM118 (not a dict)
             view = handle.get_slice(name)

@@ -202,7 +202,7 @@ def opened(path: Path, *, links: bool = False) -> Iterator[Opened]:
     Raises OSError for anything else, such as a pipe, which would block.
     """
     if isinstance(path, Url):
-        yield Remote.opened(path)
+        yield Remote(path)
         return
     with _open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -12,12 +12,10 @@ machine gets an error, and never a local folder named `s3:`.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from pathlib import Path, PosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from shardc.errors import ShardcError
 
@@ -26,7 +24,6 @@ _URL = re.compile(r"([A-Za-z][\w+.:-]+):/{1,3}(?=.)")  # pathlib has made one sl
 _FLAT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory")
 #: Bytes of a part of an upload: s3 takes 10,000 parts of a file.
 PART = 64 << 20
-T = TypeVar("T")
 
 
 def expanded(path: str | Path) -> Path:
@@ -36,8 +33,12 @@ def expanded(path: str | Path) -> Path:
     return Path("/", str(path)[match.end() :]) if match[1] == "file" else Url(path)
 
 
+def _asked(name: str) -> Any:
+    return lambda path, **_: bool(path.call(name))
+
+
 class Url(PosixPath):
-    """A folder or a file in a store."""
+    """A folder or a file in a store, with what shardc uses of paths. The store's errors are OSError."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -47,17 +48,15 @@ class Url(PosixPath):
         raise ShardcError("this needs a folder of this machine, not one of a store", where=str(self), fix=fix)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call a function of the store on this path. Raises OSError if it fails, whatever error the store raises."""
-        try:
-            import fsspec  # type: ignore[import-untyped]
-        except ImportError:
-            raise ShardcError("fsspec is not installed", where=str(self), fix="pip install fsspec") from None
+        """Call a function of the store on this path. Raises ShardcError for a store that is not known."""
+        import fsspec  # type: ignore[import-untyped]  # torch needs it too
+
         try:
             store, path = fsspec.core.url_to_fs(str(self), use_listings_cache=False)
         except (ImportError, ValueError) as e:  # `ValueError: Protocol not known`, `ImportError: Install s3fs to ...`
             fix = f"{e}; or name a folder" if isinstance(e, ImportError) else "name a folder, or a URL such as s3://"
             raise ShardcError(f"this store cannot be reached: {e}", where=str(self), fix=fix) from None
-        return _checked(lambda: getattr(store, name)(path, *args, **options), self)
+        return _called(getattr(store, name), path, *args, **options)
 
     def check(self, option: str) -> None:
         """Raise ShardcError unless an object can be written here, and removed again."""
@@ -69,16 +68,7 @@ class Url(PosixPath):
             fix = "check the name of the bucket, and the credentials of this machine"
             raise ShardcError(f"cannot write to {self}: {e}", where=option, fix=fix) from None
 
-    # --- what shardc uses of paths
-
-    def exists(self, **_: Any) -> bool:
-        return bool(self.call("exists"))
-
-    def is_dir(self, **_: Any) -> bool:
-        return bool(self.call("isdir"))
-
-    def is_file(self, **_: Any) -> bool:
-        return bool(self.call("isfile"))
+    exists, is_dir, is_file = map(_asked, ("exists", "isdir", "isfile"))
 
     def resolve(self, strict: bool = False) -> Url:
         return self
@@ -92,13 +82,6 @@ class Url(PosixPath):
     def iterdir(self) -> Generator[Url, None, None]:
         names = (str(x).rstrip("/").rpartition("/")[2] for x in self.call("ls", detail=False))
         yield from (self / name for name in names if name != self.name)  # some stores list the folder too
-
-    def glob(self, pattern: str, **_: Any) -> Generator[Url, None, None]:
-        """Yield what is in the folder and fits a pattern such as "*" or "*/*"."""
-        first, __, rest = pattern.partition("/")
-        for inside in self.iterdir() if self.is_dir() else ():
-            if inside.match(first):
-                yield from inside.glob(rest) if rest else [inside]
 
     def read_bytes(self) -> bytes:
         return bytes(self.call("cat_file"))
@@ -114,32 +97,27 @@ class Url(PosixPath):
         self.call("rm_file")
 
 
-def _checked(call: Callable[[], T], at: Url) -> T:
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
-        return call()
-    except (OSError, ShardcError):
+        return function(*args, **options)
+    except OSError:
         raise
     except Exception as e:  # each library has its own: no credentials, no such host
         raise OSError(f"{type(e).__name__}: {e}") from e
 
 
-@dataclass(frozen=True)
 class Remote:
     """An object that is open for reading by ranges. size: its bytes."""
 
-    url: Url
-    size: int
-
-    @classmethod
-    def opened(cls, at: Url) -> Remote:
-        facts = at.call("info")
+    def __init__(self, url: Url) -> None:
+        self._url, facts = url, url.call("info")
         if facts["type"] != "file":
             raise OSError("not a regular file")
-        return cls(at, int(facts["size"]))
+        self.size = int(facts["size"])
 
     def read(self, start: int, count: int) -> bytes:
         """Read bytes. Raises OSError if the object is shorter."""
-        data = bytes(self.url.call("cat_file", start=start, end=start + count)) if count else b""
+        data = bytes(self._url.call("cat_file", start=start, end=start + count)) if count else b""
         if len(data) != count:
             raise OSError(f"the file ends at byte {start + len(data)}")
         return data
@@ -149,17 +127,16 @@ class Upload:
     """A new object, written from beginning to end; it exists after `finish`."""
 
     def __init__(self, path: Url) -> None:
-        self._path, self._done = path, False
-        self._file: io.BufferedIOBase = path.call("open", "wb", block_size=PART)
+        self._file, self._done = path.call("open", "wb", block_size=PART), False
 
     def add(self, data: memoryview) -> None:
-        _checked(lambda: self._file.write(data), self._path)
+        _called(self._file.write, data)
 
     def finish(self) -> None:
-        _checked(self._file.close, self._path)
+        _called(self._file.close)
         self._done = True
 
     def close(self) -> None:
         """Give up an upload that is not finished."""
         if not self._done and hasattr(self._file, "discard"):
-            _checked(self._file.discard, self._path)
+            _called(self._file.discard)

@@ -31,7 +31,10 @@ def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) 
     with reporting(debug, as_json) as show:
         rows = [_row(g) for g in _all(folder)]
         for row in rows:
-            shown = row["problem"] or f"{row['model']}, {row['mesh']}, {row['tensors']} tensors, {size(row['bytes'])}"
+            whole = (
+                [] if row["problem"] else [row["model"], row["mesh"], f"{row['tensors']} tensors", size(row["bytes"])]
+            )
+            shown = row["problem"] or ", ".join(filter(None, whole))
             show(f"{row['name']}  {shown}{'  (training went back to before it)' if row['replaced'] else ''}")
         show(document={"checkpoints": rows})
 

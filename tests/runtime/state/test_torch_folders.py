@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import shardc
+from shardc.cli import app
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import torch_format
@@ -68,11 +71,14 @@ def state_after(spec: dict[str, Any], model: nn.Module, folder: Path, steps: int
 @pytest.mark.parametrize(
     ("layout", "spec"), [*(("titan", x) for x in MESHES), ("titan/step-3", MESHES[1]), ("app", MESHES[1])]
 )
-def test_a_run_of_fsdp_goes_on_on_any_mesh(written: Path, layout: str, spec: dict[str, Any]) -> None:
+def test_a_run_of_fsdp_goes_on_on_any_mesh(
+    written: Path, layout: str, spec: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     reached, later = state_after(spec, lm(), written / layout, 2), whole(written, "later")
     assert reached.keys() == later.keys()
     for n, x in later.items():
         torch.testing.assert_close(reached[n], x, rtol=1e-12, atol=1e-12, msg=n)
+    assert capfd.readouterr().err.count("note: data: from the beginning") == 1
 
 
 def test_it_is_saved_as_our_own_and_goes_on(written: Path, tmp_path: Path) -> None:
@@ -81,6 +87,12 @@ def test_it_is_saved_as_our_own_and_goes_on(written: Path, tmp_path: Path) -> No
     reached, later = state_after(MESHES[1], lm(), tmp_path / "ours", 2), whole(written, "later")
     for n, x in later.items():
         torch.testing.assert_close(reached[n], x, rtol=1e-12, atol=1e-12, msg=n)
+
+
+def test_commands_read_it(written: Path) -> None:
+    listed = CliRunner().invoke(app, ["checkpoint", "ls", str(written / "titan")]).output
+    assert re.fullmatch(r"step-3  torch.distributed.checkpoint, \d+ tensors, \d+\.\d KiB\n", listed), listed
+    assert "step-3  whole" in CliRunner().invoke(app, ["checkpoint", "verify", str(written / "titan")]).output
 
 
 def test_settings_of_the_optimizer_are_the_runs(written: Path) -> None:
