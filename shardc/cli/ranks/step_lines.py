@@ -102,8 +102,8 @@ class StepLines:
             parts.append((3, f"{duration((now - since) / (step - first) * (self.steps - step))} left"))
         if always or now >= self._next or step == self.steps:
             if self._left_out > 0:
-                kept = "steps.jsonl has them" if self._file is not None else "--log DIR keeps them"
-                self.say(f"note: lines come every {SOONEST:g} to {LATEST:g} s, {self._left_out} were left out: {kept}")
+                kept = "steps.jsonl has all" if self._file is not None else "--log DIR keeps all"
+                self.say(f"note: lines come every {SOONEST:g} to {LATEST:g} s ({self._left_out} left out): {kept}")
                 self._left_out = -1
             self.say(fitted(parts, self._live.width if self._live is not None else None))
             self._next = now + min(LATEST, max(SOONEST, (now - self._begun) / 20))

@@ -426,9 +426,9 @@ class Training:
     def save(self) -> None:
         """Save now, unless this step is saved already, and wait until all data is on disk."""
         self._finish_save()
-        if self.saved != self.engine.step_count:
+        if self.saved != self.engine.step_count or self.save_requested:  # the last evaluation was the best
             self._write(wait=True)
-            self.saved = self.engine.step_count
+            self.saved, self.save_requested = self.engine.step_count, False
             self.call("saved", {"step": self.saved, "folder": str(self.folder)})
 
     def _write(self, *, wait: bool) -> None:
