@@ -194,7 +194,7 @@ def columns(line: dict[str, Any]) -> list[tuple[int, str]]:
     held_out = f"held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else ""
     return [
         (0, f"step {line['step']:>5}"),
-        (5, f"epoch {line['epoch']:.2f}" if line.get("epoch") is not None else ""),
+        (5, f"epoch {line['epoch']:.2f}" if line.get("epoch") else ""),
         (0, f"loss {line['loss']:.4f}"),
         (7, outputs_text(line.get("outputs", {})).rstrip()),
         (6, f"grad norm {line['grad_norm']:.3f}"),

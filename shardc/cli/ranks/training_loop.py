@@ -129,7 +129,7 @@ class Training:
             with suppress(Exception):
                 self.engine.callbacks.call(moment, self.engine, facts)
             return
-        with self._save_on_failure(f"a callback ({moment}) after step {self.engine.step_count}"):
+        with self._save_on_failure(f"step {self.engine.step_count} and its callbacks ({moment})"):
             self.engine.callbacks.call(moment, self.engine, facts)
 
     def _steps(self) -> None:
