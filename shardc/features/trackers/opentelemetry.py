@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -27,7 +27,8 @@ class Tracker(runtime.Tracker):
         if not hasattr(self._providers[1], "force_flush"):
             sdk, export = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.sdk.trace.export")
             self._providers[1] = sdk.TracerProvider()
-            _Errors(self).take_over()
+            log = logging.getLogger("opentelemetry")
+            log.propagate, log.handlers = False, [_Errors(self.warn)]
             self._providers[1].add_span_processor(export.BatchSpanProcessor(_exporter("traces")))
         self._id, self._gauges = id or uuid.uuid4().hex, dict[str, Any]()
         facts = {f"shardc.{n}": x for n, x in {**runtime.texts(run), "run_id": self._id, "spec": run["spec"]}.items()}
@@ -51,18 +52,14 @@ class Tracker(runtime.Tracker):
 
 
 class _Errors(logging.Handler):
-    """Turns what the client logs, for each try, into the one warning of the tracker."""
+    """Passes on what the client logs for each failed try."""
 
-    def __init__(self, tracker: runtime.Tracker) -> None:
+    def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)
-        self._tracker = tracker
-
-    def take_over(self) -> None:
-        logger = logging.getLogger("opentelemetry")
-        logger.propagate, logger.handlers = False, [self]
+        self._warn = warn
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._tracker.warn(record.getMessage())
+        self._warn(record.getMessage())
 
 
 def _exporter(kind: str) -> Any:
