@@ -628,25 +628,19 @@ class Engine:
         """Steps done."""
         return self.rng.step
 
-    def check_schedule(self, steps: int) -> None:
-        """Raise ShardcError if the learning-rate schedule ends before so many more steps.
+    def check_schedule(self, steps: int, *, evaluates: bool = True) -> None:
+        """Raise ShardcError if the learning-rate schedule ends before so many more steps, or waits for held-out losses.
 
-        A schedule of the spec whose number of steps became known sets the next step's rate.
+        evaluates: these come. A schedule of the spec whose number of steps became known sets the next step's rate.
         """
         if self._optimizer_half.schedulers is not None:
-            self._optimizer_half.schedulers.check_room(steps)
+            self._optimizer_half.schedulers.check_room(steps, evaluates=evaluates)
             self._optimizer_half.schedulers.refresh()
 
     def evaluated(self, loss: float) -> None:
         """Step each ReduceLROnPlateau with a held-out loss, the same on all ranks. `shardc run` calls it."""
         if self._optimizer_half.schedulers is not None:
             self._optimizer_half.schedulers.evaluated(loss)
-
-    @property
-    def waits_for_losses(self) -> bool:
-        """Whether a scheduler of this rank is a ReduceLROnPlateau, which needs `evaluated`."""
-        schedulers = self._optimizer_half.schedulers
-        return schedulers is not None and schedulers.waits_for_losses
 
     @property
     def extra(self) -> dict[str, Any]:

@@ -36,9 +36,8 @@ def adamw(params: NamedParameters) -> torch.optim.Optimizer:
 
 def assumed(program: Program) -> OptimizerOf:
     """Return the optimizer that the cost model assumes if the user names none."""
-    if program.spec.optimizer.chosen:
-        return of_spec(program)
-    return next(registered("runtime", "assumed_optimizer", program.features), adamw)
+    chosen = program.spec.optimizer.chosen
+    return of_spec(program, name=None if chosen else next(registered("runtime", "ASSUMED", program.features), None))
 
 
 @functools.cache
@@ -70,18 +69,18 @@ def fault(
     return None
 
 
-def of_spec(program: Program, lr: float | None = None) -> OptimizerOf:
-    """Return the optimizer of the spec's section `optimizer`, or AdamW(3e-4). lr: instead of the section's."""
+def of_spec(program: Program, lr: float | None = None, name: str | None = None) -> OptimizerOf:
+    """Return the optimizer of the spec's section `optimizer`, or AdamW(3e-4). lr, name: instead of the section's."""
     section = program.spec.optimizer
-    rate = {"lr": lr} if lr is not None else {}
-    given = {**({"lr": LEARNING_RATE} if section.name in ("adamw", "muon") else {}), **section.arguments, **rate}
+    name, rate = name or section.name, {"lr": lr} if lr is not None else {}
+    given = {**({"lr": LEARNING_RATE} if name in ("adamw", "muon") else {}), **section.arguments, **rate}
     undecayed: dict[Any, Any] = {section.no_decay: {"weight_decay": 0.0}} if section.no_decay else {}
     settings = {**undecayed, **section.groups}
 
     def make(params: NamedParameters) -> Any:
         grouped = groups(params, settings) if settings else [{"params": list(params)}]
-        if section.name != "muon":
-            return classes()[section.name](grouped, **given)
+        if name != "muon":
+            return classes()[name](grouped, **given)
         matrix = {name for name, p in params if name in params.inner and p.ndim == 2}
         rest = {k: x for k, x in given.items() if k in ("lr", "weight_decay")}
         parts = {True: (torch.optim.Muon, given), False: (torch.optim.AdamW, rest)}

@@ -72,20 +72,18 @@ class Schedulers:
             if isinstance(m, ReduceLROnPlateau):
                 m.step(loss)
 
-    @property
-    def waits_for_losses(self) -> bool:
-        """Whether one of them is a ReduceLROnPlateau, which needs held-out losses."""
-        return any(isinstance(m, ReduceLROnPlateau) for m in self.members)
-
     def refresh(self) -> None:
         """Set the rates of named schedules for the next step, after their number of steps became known."""
         for m in self.members:
             if isinstance(m, NamedLR):
                 m.refresh()
 
-    def check_room(self, steps: int = 1) -> None:
-        """Raise ShardcError if a schedule with an end (OneCycleLR) ends before so many more steps."""
+    def check_room(self, steps: int = 1, *, evaluates: bool = True) -> None:
+        """Raise ShardcError if a schedule with an end (OneCycleLR) ends before so many more steps, or never steps."""
         for m in self.members:
+            if isinstance(m, ReduceLROnPlateau) and not evaluates:
+                fix = "add --eval-every N, and return held-out data from data('valid')"
+                raise ShardcError("ReduceLROnPlateau needs held-out losses", where="scheduler", fix=fix)
             for one, epoch in _at(m, _done(m) + steps):
                 more = f"{'another one is' if steps == 1 else f'{steps} more are'} to come"
                 self._check_end(one, epoch, f"{max(one.last_epoch, 0)} of which are done, and {more}")
@@ -244,9 +242,8 @@ def of_spec(program: Any, total: Callable[[], int | None]) -> SchedulerOf | None
     def make(optimizer: Any) -> Any:
         if isinstance(optimizer, Optimizer):
             return NamedLR(optimizer, schedule, total)
-        return [
-            NamedLR(o, schedule, total) for o in (optimizer.values() if isinstance(optimizer, Mapping) else optimizer)
-        ]
+        several = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+        return [NamedLR(o, schedule, total) for o in several]
 
     return make
 

@@ -66,7 +66,7 @@ class Optimizer(Section):
     schedule: Annotated[
         Schedule | None,
         BeforeValidator(_schedule),
-        WithJsonSchema({"anyOf": [{"type": "string"}, Schedule.model_json_schema()]}),
+        WithJsonSchema({"anyOf": [{"enum": ["constant", "cosine", "linear", "wsd"]}, Schedule.model_json_schema()]}),
     ] = Field(
         default=None,
         description="constant, cosine, linear, wsd, or these with warmup",

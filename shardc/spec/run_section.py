@@ -15,7 +15,6 @@ from shardc.spec.fields import ONE_OR_MANY, Count, Positive, Section, as_tuple, 
 
 Times = Annotated[int, Field(ge=0)]  # 0: never
 Seconds = Annotated[float, Field(ge=0)]  # 0: never, or torch's own
-BEST = "best"
 
 
 def _keep(value: Any) -> tuple[int | str, ...]:
@@ -23,12 +22,14 @@ def _keep(value: Any) -> tuple[int | str, ...]:
     several = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     kept = tuple(int(x) if isinstance(x, str) and x.isdecimal() else x for x in several)
     numbers = [x for x in kept if type(x) is int and x > 0]
-    if len(numbers) + kept.count(BEST) < len(kept) or len(numbers) > 1 or not kept:
+    if len(numbers) + kept.count("best") < len(kept) or len(numbers) > 1 or not kept:
         raise wrong("keep is a number of checkpoints, best, or both", "e.g. 3, best, or [3, best]")
     return kept
 
 
-_KEEP = {"anyOf": [x := {"anyOf": [{"type": "integer", "minimum": 1}, {"const": BEST}]}, {"type": "array", "items": x}]}
+_KEEP = {
+    "anyOf": [x := {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "best"}]}, {"type": "array", "items": x}]
+}
 
 
 class Run(Section):
@@ -105,7 +106,7 @@ class Run(Section):
 
     @property
     def keeps_best(self) -> bool:
-        return BEST in self.keep
+        return "best" in self.keep
 
     @property
     def last(self) -> int:

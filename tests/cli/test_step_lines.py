@@ -150,5 +150,5 @@ def test_lines_that_are_left_out_are_said_once_and_the_first_step_is_not_in_the_
     assert printed[0].startswith("step     1")
     assert "left" not in printed[0]
     (note,) = [x for x in printed if "left out" in x]
-    assert note == "note: lines come every 1 to 10 s, 19 were left out: --log DIR keeps them"
+    assert note == "note: lines come every 1 to 10 s (19 left out): --log DIR keeps all"
     assert printed[2].endswith("8 min 10 s left")

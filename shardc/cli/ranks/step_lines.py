@@ -102,8 +102,8 @@ class StepLines:
             parts.append((3, f"{duration((now - since) / (step - first) * (self.steps - step))} left"))
         if always or now >= self._next or step == self.steps:
             if self._left_out > 0:
-                kept = "steps.jsonl has them" if self._file is not None else "--log DIR keeps them"
-                self.say(f"note: lines come every {SOONEST:g} to {LATEST:g} s, {self._left_out} were left out: {kept}")
+                kept = "steps.jsonl has all" if self._file is not None else "--log DIR keeps all"
+                self.say(f"note: lines come every {SOONEST:g} to {LATEST:g} s ({self._left_out} left out): {kept}")
                 self._left_out = -1
             self.say(fitted(parts, self._live.width if self._live is not None else None))
             self._next = now + min(LATEST, max(SOONEST, (now - self._begun) / 20))
@@ -194,7 +194,7 @@ def columns(line: dict[str, Any]) -> list[tuple[int, str]]:
     held_out = f"held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else ""
     return [
         (0, f"step {line['step']:>5}"),
-        (5, f"epoch {line['epoch']:.2f}" if line.get("epoch") is not None else ""),
+        (5, f"epoch {line['epoch']:.2f}" if line.get("epoch") else ""),
         (0, f"loss {line['loss']:.4f}"),
         (7, outputs_text(line.get("outputs", {})).rstrip()),
         (6, f"grad norm {line['grad_norm']:.3f}"),

@@ -130,7 +130,7 @@ class Training:
             with suppress(Exception):
                 self.engine.callbacks.call(moment, self.engine, facts)
             return
-        with self._save_on_failure(f"a callback ({moment}) after step {self.engine.step_count}"):
+        with self._save_on_failure(f"step {self.engine.step_count} and its callbacks ({moment})"):
             self.engine.callbacks.call(moment, self.engine, facts)
 
     def _steps(self) -> None:
@@ -434,9 +434,9 @@ class Training:
     def save(self) -> None:
         """Save now, unless this step is saved already, and wait until all data is on disk."""
         self._finish_save()
-        if self.saved != self.engine.step_count:
+        if self.saved != self.engine.step_count or self.save_requested:  # the last evaluation was the best
             self._write(wait=True)
-            self.saved = self.engine.step_count
+            self.saved, self.save_requested = self.engine.step_count, False
             self.call("saved", {"step": self.saved, "folder": str(self.folder)})
 
     def _write(self, *, wait: bool) -> None:

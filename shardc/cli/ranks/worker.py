@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,10 +92,8 @@ def run(job: Job) -> dict[str, Any]:
         raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")
     if training.steps > engine.step_count:
         check_trains(program)
-        engine.check_schedule(training.steps - engine.step_count)
-    if mesh.sum_on_host([engine.waits_for_losses])[0] and not (settings.eval_every and valid is not None):
-        fix = "add --eval-every N, and return held-out data from data('valid')"
-        raise ShardcError("ReduceLROnPlateau needs held-out losses", where="scheduler", fix=fix)
+        evaluates = settings.eval_every > 0 and valid is not None
+        engine.check_schedule(training.steps - engine.step_count, evaluates=evaluates)
 
     first = engine.mesh.rank == 0
     out = sys.stdout if first and not job.quiet else None
@@ -110,8 +107,12 @@ def run(job: Job) -> dict[str, Any]:
         begin_from += ["data: from its beginning"] * job.load["new_data"]
     held_out_data = training_data.described(valid)
     lines.say(header(program, engine, train.description, held_out_data, training.steps, begin_from))
-    for note in _unused(job, file, program):
-        lines.say(note)
+    section = program.spec.optimizer
+    if file.optimizer is not None and (section.chosen or job.lr is not None):
+        given = "--lr" if job.lr is not None else "the spec's optimizer"
+        lines.say(f"note: {given} is not used: optimizer(params) of the model file makes the optimizer")
+    if file.scheduler is not None and section.schedule is not None:
+        lines.say("note: the spec's schedule is not used: scheduler(optimizer) of the model file makes it")
     collect_as_usual()
     begin = time.perf_counter()
     try:
@@ -175,16 +176,6 @@ def _facts(job: Job, program: Program, training: Training) -> dict[str, Any]:
         "settings": settings.model_dump(mode="json", exclude_defaults=True),
         "spec": str(program.spec),
     }
-
-
-def _unused(job: Job, file: ModelFile, program: Program) -> Iterator[str]:
-    """Yield a note for each part of the spec that a function of the model file replaces."""
-    section = program.spec.optimizer
-    if file.optimizer is not None and (section.chosen or job.lr is not None):
-        given = "--lr is not used" if job.lr is not None else "the spec's optimizer is not used"
-        yield f"note: {given}: optimizer(params) of the model file makes the optimizer"
-    if file.scheduler is not None and section.schedule is not None:
-        yield "note: the spec's schedule is not used: scheduler(optimizer) of the model file makes it"
 
 
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, HeldOut]:

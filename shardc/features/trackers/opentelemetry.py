@@ -6,9 +6,10 @@ Through the providers that the model file has set, else those that OTEL_METRICS_
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -18,13 +19,17 @@ from shardc.features.trackers import runtime
 
 class Tracker(runtime.Tracker):
     def open(self, run: Mapping[str, Any], id: str | None) -> str:
-        metrics, self._trace = import_module("opentelemetry.metrics"), import_module("opentelemetry.trace")
-        if not hasattr(metrics.get_meter_provider(), "force_flush"):  # the API's own, which does nothing
-            for kind in ("METRICS", "TRACES"):
-                os.environ.setdefault(f"OTEL_{kind}_EXPORTER", "otlp")
-            for entry in entry_points(group="opentelemetry_configurator"):
-                entry.load()().configure()
-        self._providers = metrics.get_meter_provider(), self._trace.get_tracer_provider()
+        metrics, trace = import_module("opentelemetry.metrics"), import_module("opentelemetry.trace")
+        self._providers, self._codes = [metrics.get_meter_provider(), trace.get_tracer_provider()], trace.StatusCode
+        if not hasattr(self._providers[0], "force_flush"):  # the API's own, which does nothing
+            sdk, export = import_module("opentelemetry.sdk.metrics"), import_module("opentelemetry.sdk.metrics.export")
+            self._providers[0] = sdk.MeterProvider([export.PeriodicExportingMetricReader(_exporter("metrics"))])
+        if not hasattr(self._providers[1], "force_flush"):
+            sdk, export = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.sdk.trace.export")
+            self._providers[1] = sdk.TracerProvider()
+            log = logging.getLogger("opentelemetry")
+            log.propagate, log.handlers = False, [_Errors(self.warn)]
+            self._providers[1].add_span_processor(export.BatchSpanProcessor(_exporter("traces")))
         self._id, self._gauges = id or uuid.uuid4().hex, dict[str, Any]()
         facts = {f"shardc.{n}": x for n, x in {**runtime.texts(run), "run_id": self._id, "spec": run["spec"]}.items()}
         self._span = self._providers[1].get_tracer("shardc").start_span("shardc run", attributes=facts)
@@ -38,9 +43,27 @@ class Tracker(runtime.Tracker):
             self._gauges[name].set(value, {"shardc.run_id": self._id})
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        good, codes = summary["state"] in ("finished", "stopped early"), self._trace.StatusCode
+        good = summary["state"] in ("finished", "stopped early")
         self._span.set_attributes({f"shardc.summary.{k}": x for k, x in runtime.texts(summary).items()})
-        self._span.set_status(codes.OK if good else codes.ERROR)
+        self._span.set_status(self._codes.OK if good else self._codes.ERROR)
         self._span.end()
         for provider in self._providers:
             provider.force_flush()
+
+
+class _Errors(logging.Handler):
+    """Passes on what the client logs for each failed try."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._warn = warn
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warn(record.getMessage())
+
+
+def _exporter(kind: str) -> Any:
+    """Make the exporter of metrics or traces that the environment names."""
+    name = os.environ.get(f"OTEL_{kind.upper()}_EXPORTER", "otlp")
+    found = entry_points(group=f"opentelemetry_{kind}_exporter", name="otlp_proto_http" if name == "otlp" else name)
+    return next(iter(found)).load()()

@@ -83,10 +83,13 @@ class Tracker(ABC):
         try:
             return work(*arguments) if self._is_open else None
         except (Exception, SystemExit) as e:  # any error of the client, such as of the network
-            first = next(iter(str(e).splitlines()), "")
-            if not self._warned:
-                print_line(f"note: {self.name} fails, and the run goes on: {type(e).__name__}: {first}")
-            self._warned = True
+            self.warn(f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}")
+
+    def warn(self, fault: str) -> None:
+        """Print that the client fails, once."""
+        if not self._warned:
+            print_line(f"note: {self.name} fails, and the run goes on: {fault}")
+        self._warned = True
 
 
 def flat(facts: Mapping[str, Any], between: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:

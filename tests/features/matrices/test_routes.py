@@ -15,10 +15,11 @@ from shardc.features.matrices.exchange import Exchange
 from shardc.features.matrices.owners import owners, work
 from shardc.features.matrices.program import Cut, fault, matrices_of, with_cuts
 from shardc.features.matrices.routes import Routes
-from shardc.features.matrices.runtime import CAUSES, assumed_optimizer
+from shardc.features.matrices.runtime import CAUSES
 from shardc.ir.stored import Param
 from shardc.report.comm import comm_rows, comm_table
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine_optimizer import assumed
 
 #: Of Llama 3 8B: the matrices of a layer, and how many layers there are.
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -182,7 +183,7 @@ def test_what_is_shown_without_an_optimizer_is_what_muon_sends(spec: str) -> Non
     rows = [r for r in comm_rows(p.cost()) if r.cause == CAUSES["matrices"]]
 
     def work(mesh: LoopbackMesh) -> list[int]:
-        engine = p.engine(net, assumed_optimizer, mesh=mesh)
+        engine = p.engine(net, assumed(p), mesh=mesh)
         mesh.records.clear()
         engine.step(X)
         return [r.bytes for r in mesh.records if r.tag.startswith("matrices")]
