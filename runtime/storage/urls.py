@@ -60,6 +60,9 @@ class Url(PosixPath):
 
     def check(self, option: str) -> None:
         """Raise ShardcError unless an object can be written here, and removed again."""
+        if str(self).startswith("memory:"):
+            fix = "name a folder, or a URL such as s3://"
+            raise ShardcError("memory ends with its process, and nothing would be kept", where=option, fix=fix)
         try:
             self.mkdir()
             (self / ".tried").write_bytes(b"")

@@ -223,6 +223,13 @@ def test_no_code_in_it_is_run(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("manifest", ["", "[]", '{"format": 2}', '{"format": 1, "extra": 3}'])
+def test_another_manifest_is_an_error(folder: Path, manifest: str) -> None:
+    (folder / "manifest.json").write_text(manifest)
+    with pytest.raises(ShardcError, match="it cannot be read"):
+        read_index(folder)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_value_that_is_code_is_refused(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save

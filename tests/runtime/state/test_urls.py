@@ -191,6 +191,11 @@ def test_a_store_that_cannot_be_written_is_an_error_before_anything_runs(bucket:
         check_outputs(folders={"--save": expanded(named)})
 
 
+def test_memory_of_another_process_keeps_nothing() -> None:
+    with pytest.raises(ShardcError, match="memory ends with its process"):
+        check_outputs(folders={"--save": expanded("memory://a")})
+
+
 def test_logs_are_files_of_this_machine(bucket: Url) -> None:
     with pytest.raises(ShardcError, match="this needs a folder of this machine"):
         check_outputs(folders={"--log": bucket})
