@@ -250,7 +250,8 @@ class Loader:
             errors.add("an iterable dataset has its own order", where=self.where, fix=fix)
         needs = self.batch_size if drop_last or self.program.resize is None else 1
         if size is not None and size < needs:
-            fault = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
+            read = f" (it has read {x})" if (x := getattr(self.dataset, "summary", "")) else ""
+            fault = f"the dataset has {size} samples{read}, fewer than one global batch of {self.batch_size}"
             errors.add(fault, where=self.where, fix="use more samples, or compile for a smaller batch")
         elif not drop_last and self.program.resize is None and (size is None or size % self.batch_size):
             rest = f"{size % self.batch_size} samples" if size is not None else "the rest of the samples"

@@ -65,7 +65,8 @@ def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = Fal
                 by_name[g.path.name] = problems = [
                     e for error in checkpoint_folder.verify(g.path) for e in error.to_json()
                 ]
-            show(f"{g.path.name}  {'whole' if not problems else f'{len(problems)} problems'}")
+            read = "whole" if any(g.path.glob("index.json")) else "read whole; torch's format has no digests of numbers"
+            show(f"{g.path.name}  {read if not problems else f'{len(problems)} problems'}")
             for p in problems:
                 show(f"  {p['where']}: {p['what']}")
         whole = not any(by_name.values())

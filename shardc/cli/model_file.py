@@ -104,7 +104,7 @@ def load(
     """
     if ref.startswith("hf:"):
         file = _transformers(ref, batch or 8, seq or 128)
-        return file if data is None else _with_data(file, data, batch or 8, seq or 128, seed)
+        return file if data is None else _with_data(file, data, batch or 8, seq, seed)
     if batch is not None or seq is not None or data is not None:
         fault = "--batch, --seq and --data belong to hf: models; batch() and data() of a model file say it"
         raise ShardcError(fault, where=ref, fix="leave them out, or edit batch() and data()")
@@ -425,11 +425,13 @@ def takes_positions(file: ModelFile) -> bool:
     return "position_ids" in inspect.signature(file.on_meta().forward).parameters
 
 
-def _with_data(file: ModelFile, data: str, batch: int, seq: int, seed: int) -> ModelFile:
+def _with_data(file: ModelFile, data: str, batch: int, seq: int | None, seed: int) -> ModelFile:
     """Return a model of transformers with the data of --data. Its example batch then has the form of these data."""
     if Path(data).suffix != ".py":
-        chats_of = needed("text", "rows", "chats_of")
-        return replace(file, **chats_of(source_of(file.ref).parent, data, batch, seq, positions=takes_positions(file)))
+        chats_of, config = needed("text", "rows", "chats_of"), source_of(file.ref)
+        return replace(file, **chats_of(config, data, batch, seq, positions=takes_positions(file)))
+    if seq is not None:
+        raise ShardcError("the rows of a Python file have their own length", where="--seq", fix="leave it out")
     path = _existing(data, data, "file", "a Python file with data(split)")
     module = _import(path)
     optional, make_batch = _optional(module, path), _function(module, path, "batch")

@@ -281,14 +281,15 @@ def example(file: Any, seed: int, often: str = ", repeated") -> Batches:
 def _samples(loader: Loader, dataset: Any) -> str:
     """Describe the number of samples, and how many of them an epoch omits because they fill no batch.
 
-    A dataset may say more of itself, in its attribute `description`.
+    A dataset may say more of itself, in its attribute `summary`.
     """
     if loader.order.size is None:
-        return str(getattr(dataset, "description", f"a stream of samples, of a {type(dataset).__name__}"))
+        kind = "generator" if isinstance(dataset, Again) else type(dataset).__name__
+        return str(getattr(dataset, "summary", f"a stream of samples, of a {kind}"))
     size = loader.order.size
     left = 0 if loader.order.rest else size % loader.batch_size
     left_out = f", {left} of which an epoch leaves out (batches of {loader.batch_size})" if left else ""
-    return f"{getattr(dataset, 'description', f'{size} samples')}{left_out}"
+    return f"{getattr(dataset, 'summary', f'{size} samples')}{left_out}"
 
 
 def _taken_over(loader: Any) -> dict[str, Any] | None:

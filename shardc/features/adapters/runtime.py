@@ -325,6 +325,24 @@ def _merged(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return result
 
 
+#: Ends of the names of transformers' classes -> peft's name of the task, by which its Auto classes choose.
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+
+
+def _task(base: Path | None) -> str | None:
+    """Return peft's name of the task of a base model, by the class that its config.json names; None if unknown."""
+    config = base / "config.json" if base is not None else None
+    if config is None or not config.is_file():
+        return None
+    named = (json.loads(config.read_text()).get("architectures") or [""])[0]
+    return next((task for end, task in _TASKS.items() if named.endswith(end)), None)
+
+
 def _write_config(program: Program, folder: Path, base: Path | None) -> None:
     """Write adapter_config.json. base: the folder that the model's weights came from."""
     named = {a: adapted_weights(program, a) for a in adapters(program)}
@@ -341,7 +359,7 @@ def _write_config(program: Program, folder: Path, base: Path | None) -> None:
     flipped = (a for a in named if a.flipped and len(program.params_by_name[a.base].shape) == 2)
     config: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": None,
+        "task_type": _task(base),
         "base_model_name_or_path": str(base) if base is not None else None,
         "inference_mode": True,
         "r": rank,

@@ -41,15 +41,15 @@ def mix(
 
 
 class _Mixed:
-    """Datasets and their shares. description: for the header of a run; digest: of the datasets, shares and seed."""
+    """Datasets and their shares. summary: for the header of a run; digest: of the datasets, shares and seed."""
 
     epoch = 0
 
     def __init__(self, datasets: dict[str, Any], shares: dict[str, float], seed: int) -> None:
         self.datasets, self.shares, self.seed = datasets, shares, seed
         sizes = {n: f"{len(x):,} samples" if is_map_style(x) else "a stream" for n, x in datasets.items()}
-        parts = (f"{n} {shares[n]:.0%} ({getattr(x, 'description', sizes[n])})" for n, x in datasets.items())
-        self.description = f"a mix: {'; '.join(parts)}"
+        parts = (f"{n} {shares[n]:.0%} ({getattr(x, 'summary', sizes[n])})" for n, x in datasets.items())
+        self.summary = f"a mix: {'; '.join(parts)}"
         facts = [(n, shares[n], getattr(x, "digest", sizes[n])) for n, x in datasets.items()]
         self.digest = xxhash.xxh3_128(repr((facts, seed)).encode()).hexdigest()
 

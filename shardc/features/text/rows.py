@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +20,10 @@ from shardc.features.text.chat_masks import ChatTokens, Tokens
 from shardc.features.text.packing import TOGETHER, Form
 from shardc.features.text.records import is_stream, read, records, text_of
 
+#: Of so many conversations of a file, `shardc run --data` holds out one, as `shardc init` writes it.
+HELD_OUT = 20
+#: The most tokens of a row, where nobody names a number.
+TOKENS = 1024
 Documents = Callable[["Counter[str]"], Iterator[Tokens]]  # reads them, and counts what was read and left out
 
 
@@ -66,15 +71,24 @@ def documents(
     return _rows(form, source, partial(_pieces, source, tokenizer, form, column), (column, len(tokenizer)))
 
 
-def chats_of(folder: Path, file: str, batch: int, seq: int, *, positions: bool) -> dict[str, Any]:
-    """Return data(split) and an example batch, of a file of conversations, for a model of transformers in `folder`.
+def longest(config: Path) -> int:
+    """Return the tokens of a row for a model of transformers, if nobody names a number. config: its config.json."""
+    values = json.loads(config.read_text())
+    return min(TOKENS, int(values.get("max_position_embeddings") or values.get("n_positions") or TOKENS))
 
-    positions: whether it takes position_ids; else it cannot part conversations in a row, and gets one in each.
+
+def chats_of(config: Path, file: str, batch: int, seq: int | None, *, positions: bool) -> dict[str, Any]:
+    """Return data(split) and an example batch, of a file of conversations, for a model of transformers.
+
+    config: its config.json, beside the tokenizer. seq: tokens of a row; None: `longest`. positions: whether it takes
+    position_ids; else it cannot part conversations in a row, and gets one in each.
     """
-    tokenizer, found = loaded(folder), read(file)
+    tokenizer, every, seq = loaded(config.parent), read(file), seq or longest(config)
+    parts = {"valid": every[: len(every) // HELD_OUT], "train": every[len(every) // HELD_OUT :]}
 
     def data(split: str) -> Any:
-        return chats(found, tokenizer, seq, pack=positions, positions=positions) if split == "train" else None
+        records = parts.get(split)
+        return chats(records, tokenizer, seq, pack=positions, positions=positions) if records else None
 
     return {"data": data, "batch": example(batch, seq, positions=positions)}
 
@@ -102,7 +116,8 @@ def pad_of(tokenizer: Any) -> int:
 
 def example(rows: int, seq: int, *, positions: bool = True) -> dict[str, Tensor]:
     """Return a batch of the form that `chats` and `documents` give, for batch() of a model file."""
-    ids, place = torch.zeros(rows, seq, dtype=torch.int64), torch.arange(seq).expand(rows, seq).contiguous()
+    # positions restart, so that compile notes a model that does not part what is packed into a row
+    ids, place = torch.zeros(rows, seq, dtype=torch.int64), (torch.arange(seq) % -(-seq // 2)).repeat(rows, 1)
     return {"input_ids": ids, "labels": ids.clone()} | ({"position_ids": place} if positions else {})
 
 
@@ -136,7 +151,7 @@ def _rows(form: Form, source: Any, documents: Documents, settings: Any) -> Rows 
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows of tokens, made when it is created. description: what was read, left out and packed; counts: in numbers.
+    """Rows of tokens, made when it is created. summary: what was read, left out and packed; counts: in numbers.
 
     digest: of all tokens and labels; a resumed run compares it with its checkpoint's.
     """
@@ -169,7 +184,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         return self._form.row([(self._ids[cut], self._learned[cut]) for cut in cuts])
 
     @property
-    def description(self) -> str:
+    def summary(self) -> str:
         seq, n, full = self._form.seq, len(self), len(self._ids) / (self._form.seq * len(self))
         how = "packed into" if self._form.window > 1 else "in"
         return f"{self._form.counted(self.counts)}, {how} {n:,} row{'s' * (n != 1)} of {seq} ({full:.0%} full)"
@@ -181,7 +196,7 @@ class RowStream(IterableDataset[dict[str, Tensor]]):
     def __init__(self, form: Form, source: Any, documents: Documents, settings: Any) -> None:
         self._form, self._source, self._documents, self.counts = form, source, documents, Counter[str]()
         self.digest = xxhash.xxh3_128(repr((form, settings)).encode()).hexdigest()
-        self.description = f"a stream of {form.kind}s, in rows of {form.seq}"
+        self.summary = f"a stream of {form.kind}s, in rows of {form.seq}"
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self._source, "set_epoch"):

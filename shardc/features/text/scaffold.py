@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from shardc.errors import ShardcError
+from shardc.features.text.chat_masks import ChatTokens
 from shardc.features.text.records import read
-from shardc.features.text.rows import loaded
+from shardc.features.text.rows import HELD_OUT, loaded, longest
 
 _MODEL = '''"""Fine-tune NAME: `shardc run model.py spec.yaml`. Written by `shardc init`; change it as you like."""
 
 from pathlib import Path
 
-import torch
 import transformers
 
 from shardc import text
@@ -38,13 +38,9 @@ def batch():  # one global batch, of the form of the data: the program is compil
 
 def data(split):
     records = text.read(DATA)
-    cut = max(1, len(records) // 20)  # the first twentieth is held out
+    cut = max(1, len(records) // PARTS)  # one of PARTS is held out
     # several sources: text.mix({"chat": ..., "code": ...}, {"chat": 0.7, "code": 0.3}); for "valid" a dict of them
     return text.KIND(records[cut:] if split == "train" else records[:cut], BASE, SEQUNPACKED)
-
-
-def optimizer(params):  # (name, parameter) pairs
-    return torch.optim.AdamW([p for _, p in params], lr=2e-5, weight_decay=0.0)
 '''
 _SPEC = """shardc: 1
 mesh: {dp: 1, tp: 1}        # {dp: 2, tp: 4}: 8 ranks; `shardc plan model.py --devices 8` finds the fastest
@@ -54,6 +50,7 @@ mesh: {dp: 1, tp: 1}        # {dp: 2, tp: 4}: 8 ranks; `shardc plan model.py --d
 # checkpoint: [{match: "*.{layers,h}.*", recompute: cheap}]            # less memory; runs cheap ops again
 # adapters: [{match: "*_proj", kind: lora, rank: 16, alpha: 32}]       # trains few numbers beside the model's
 PRECISION
+optimizer: {name: adamw, lr: 2.0e-5, weight_decay: 0.0}               # --lr 1e-5; schedule: {name: cosine, warmup: 10}
 run: {steps: 20, clip: 1.0, save: runs/a, log: runs/a, eval_every: 10}
 """
 _LOW = "precision: {params: float32, compute: bfloat16}  # the weights are of DTYPE: updates of them would be lost"
@@ -74,10 +71,14 @@ def written(config: Path, into: Path, data: str | None, batch: int, seq: int | N
     base, values = config.parent.resolve(), json.loads(config.read_text())
     tokenizer, dtype = loaded(base), str(values.get("dtype") or values.get("torch_dtype") or "float32")
     kind = "chats" if getattr(tokenizer, "chat_template", None) else "documents"
-    if data and isinstance(first := read(data)[0], Mapping) and isinstance(first.get("text"), str):
+    first = read(data)[0] if data else {}
+    if isinstance(first, Mapping) and isinstance(first.get("text"), str):
         kind = "documents"
+    elif data:
+        ChatTokens(tokenizer)(first, f"{data}, the first record")  # what it refuses is known now
+        kind = "chats"
     name, line = _DATA[kind]
-    seq = seq or min(1024, int(values.get("max_position_embeddings") or 1024))
+    seq = seq or longest(config)
     place, alone = (
         json.dumps(str(Path(data).resolve())) if data else f'Path(__file__).parent / "{name}"',
         ", positions=False",
@@ -91,6 +92,7 @@ def written(config: Path, into: Path, data: str | None, batch: int, seq: int | N
         NUMBERS=f"{batch}, {seq}",
         POSITIONS=alone,
         KIND=kind,
+        PARTS=str(HELD_OUT),
         UNPACKED=f", pack=False{alone}" if alone else "",
     )
     spec = _SPEC.replace("PRECISION", _FULL if dtype == "float32" else _LOW.replace("DTYPE", dtype))

@@ -160,7 +160,7 @@ def test_long_ones_are_left_out_or_cut_and_counted(tmp_path: Path) -> None:
     rows = text.chats(source, words, 40)
     assert (len(rows), rows.counts) == (1, {"read": 4, "long": 2, "unlearned": 1})
     left_out = "2 of more than 40 tokens left out, 1 with nothing to learn left out"
-    assert rows.description.startswith(f"4 conversations ({left_out}), packed into 1 row of 40 (")
+    assert rows.summary.startswith(f"4 conversations ({left_out}), packed into 1 row of 40 (")
     rows = text.chats(source, words, 40, long="cut", pack=False)
     assert (len(rows), rows.counts) == (2, {"read": 4, "long": 2, "unlearned": 2})
     assert rows[1]["labels"][:size].tolist() == rows[0]["labels"][:size].tolist(), "the same beginning"
@@ -195,7 +195,7 @@ def test_documents_end_begin_once_and_are_cut_into_pieces() -> None:
         tokens = row["input_ids"][:padding].tolist()
         assert tokens == [begin, *words("the model", add_special_tokens=False)["input_ids"], end]
     rows = text.documents(["a " * 50], words, 16)
-    assert rows.description.startswith("1 document (1 of more than 16 tokens in pieces), packed into")
+    assert rows.summary.startswith("1 document (1 of more than 16 tokens in pieces), packed into")
     kept = [t for row in rows for t in row["input_ids"].tolist()]
     assert [t for t in kept if t != end] == [t for t in words("a " * 50)["input_ids"] if t != end]
     with pytest.raises(ShardcError, match=r"no text in 'text': the record has body\n  fix: column='NAME' names"):

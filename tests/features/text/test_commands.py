@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from shardc.cli import model_file
 from shardc.spec import Spec
 from tests import warm
 from tests.features.text.chat_folder import PLAIN, TAGGED, tokenizer, write_chats, write_folder
@@ -131,3 +132,45 @@ def test_what_init_and_data_refuse(base: Path) -> None:
     done = run(base, "run", "hf:base", "spec.yaml", "--data", "chat.jsonl", fails=True)
     assert "there is no file" in done.stderr
     assert "chats.jsonl" in done.stderr
+    done = run(base, "run", "hf:base", "spec.yaml", "--data", "more.py", "--seq", "64", fails=True)
+    assert "error --seq: the rows of a Python file have their own length" in done.stderr
+
+
+def test_a_model_with_a_convolution_is_noted_where_rows_are_packed(tmp_path: Path) -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    made = Lfm2Config(vocab_size=384, num_hidden_layers=2, layer_types=["conv", "full_attention"], **small)
+    Lfm2ForCausalLM(made).save_pretrained(tmp_path / "base")
+    tokenizer(TAGGED).save_pretrained(tmp_path / "base")
+    write_chats(tmp_path / "chats.jsonl", 8)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    done = run(tmp_path, "compile", "hf:base", "spec.yaml", "--data", "chats.jsonl", *SIZES)
+    assert "this convolution, and a scan after it, run from one sequence into the next" in done.stdout + done.stderr
+
+
+def test_rows_are_as_long_as_the_model_reads_and_one_of_twenty_is_held_out(base: Path) -> None:
+    file = model_file.load(f"hf:{base / 'base'}", data=str(base / "chats.jsonl"))
+    assert file.batch["input_ids"].shape == (8, 256)
+    assert file.data is not None
+    assert (file.data("train").counts["read"], file.data("valid").counts["read"]) == (57, 3)
+
+
+def test_init_tries_the_first_record(tmp_path: Path) -> None:
+    write_folder(tmp_path / "base", None)
+    write_chats(tmp_path / "mine.jsonl", 3)
+    done = run(tmp_path, "init", "hf:base", "new", "--data", "mine.jsonl", fails=True)
+    assert "the tokenizer has no chat template" in done.stderr
+    assert not (tmp_path / "new").exists()
+    write_folder(tmp_path / "with")
+    (tmp_path / "mine.jsonl").write_text('{"msgs": []}\n')
+    done = run(tmp_path, "init", "hf:with", "new", "--data", "mine.jsonl", fails=True)
+    assert "mine.jsonl, the first record: this is no conversation: it has msgs" in done.stderr
+
+
+def test_the_learning_rate_of_what_init_writes_is_an_option(tmp_path: Path) -> None:
+    write_folder(tmp_path / "base")
+    run(tmp_path, "init", "hf:base", "--batch", "4", "--seq", "64")
+    done = run(tmp_path, "run", "model.py", "spec.yaml", "--steps", "1", "--lr", "0.5")
+    assert "AdamW, lr 0.5" in done.stdout

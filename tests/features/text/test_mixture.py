@@ -58,7 +58,7 @@ def test_shares_hold_all_along_and_each_sample_comes(kind: Any) -> None:
 def test_default_weights_are_the_sizes() -> None:
     mixed = text.mix({"a": Named("a", 30), "b": Named("b", 10)})
     assert sorted(mixed) == sorted([("a", i) for i in range(30)] + [("b", i) for i in range(10)])
-    assert mixed.description == "a mix: a 75% (30 samples); b 25% (10 samples)"
+    assert mixed.summary == "a mix: a 75% (30 samples); b 25% (10 samples)"
 
 
 @pytest.mark.parametrize("stream", [False, True])
