@@ -36,8 +36,8 @@ def adamw(params: NamedParameters) -> torch.optim.Optimizer:
 
 def assumed(program: Program) -> OptimizerOf:
     """Return the optimizer that the cost model assumes if the user names none."""
-    chosen = program.spec.optimizer.chosen
-    return of_spec(program, name=None if chosen else next(registered("runtime", "ASSUMED", program.features), None))
+    of_features = registered("runtime", "ASSUMED_OPTIMIZER", program.features)
+    return of_spec(program, name=None if program.spec.optimizer.chosen else next(of_features, None))
 
 
 @functools.cache

@@ -89,7 +89,7 @@ PANELS = {
         *("last_good", "new_schedule"),
     ),
     "Logging": ("track", "tensorboard", "log_every", "routing", "as_json"),
-    "Faults": ("clip", "nonfinite", "max_restarts", "watch", "timeout", "debug"),
+    "Faults": ("clip", "nonfinite", "max_restarts", "check_links", "watch", "timeout", "debug"),
     "Profiling": ("trace", "breakdown", "memory_snapshot"),
     "Program": ("nproc", "model_file", "as_compiled", "trust"),
 }

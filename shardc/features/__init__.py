@@ -20,7 +20,7 @@ passes      PASSES: the stage that each pass of the feature follows, and its own
             annotate: adds layouts at the end of that pass; improve_placement: after placement on an axis of tokens
 proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
-            StandIns: the parameters that optimizers get (shardc.runtime.state.owners); ASSUMED: optimizer of costs;
+            StandIns: the parameters that optimizers get (shardc.runtime.state.owners); ASSUMED_OPTIMIZER: of costs;
             CAUSES: of its collectives, by tag without a number
 
 A method of core that is a feature's alone (`engine.generate`) is a line there: `shardc.optional.needed` finds the

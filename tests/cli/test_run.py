@@ -109,7 +109,6 @@ read = 0
 
 def stream():
     global read
-    read = 0  # of this reading: the first element is looked at before
     for i in range(3):
         read += 1
         time.sleep(0.05 if MODE == "slow" else 0)

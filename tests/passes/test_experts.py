@@ -509,7 +509,9 @@ def test_step_line() -> None:
         "memory_mb": 1.0,
         "experts": [dataclasses.asdict(load)],
     }
-    assert step_lines.text(line).endswith("  experts 3-5 tokens, busiest rank x1.50, 25.0% dropped")
+    assert step_lines.fitted(step_lines.columns(line)).endswith(
+        "  experts 3-5 tokens, busiest rank x1.50, 25.0% dropped"
+    )
 
 
 # --- the artifact, and processes ------------------------------------------------------------------------------------

@@ -14,4 +14,4 @@ StandIns = MatrixStandIns
 #: The cause of a collective, by its tag without a number.
 CAUSES = {"matrices": "matrices of the optimizer"}
 #: The optimizer that costs assume: Muon for the matrices, AdamW for the rest.
-ASSUMED = "muon"
+ASSUMED_OPTIMIZER = "muon"

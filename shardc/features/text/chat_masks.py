@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from shardc.errors import ShardcError
 from shardc.features.text.records import conversation
+from shardc.optional import install
 
 Tokens = tuple[list[int], list[bool]]  # ids, and which of them are learned
 _MARK = "\u2402answer\u2403"
@@ -29,7 +30,7 @@ class ChatTokens:
             fix = "set tokenizer.chat_template, or take the tokenizer of a chat model; texts: shardc.text.documents"
             raise ShardcError("the tokenizer has no chat template", where="tokenizer", fix=fix)
         if not tokenizer.is_fast:
-            fix = "load it with AutoTokenizer, and pip install tokenizers"
+            fix = f"load it with AutoTokenizer, and {install('tokenizers')}"
             raise ShardcError("the tokenizer does not know where its tokens are in a text", where="tokenizer", fix=fix)
         self.tokenizer = tokenizer
         added = (str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)

@@ -19,6 +19,7 @@ from shardc.errors import ShardcError
 from shardc.features.text.chat_masks import ChatTokens, Tokens
 from shardc.features.text.packing import TOGETHER, Form
 from shardc.features.text.records import is_stream, read, records, text_of
+from shardc.optional import library
 
 #: Of so many conversations of a file, `shardc run --data` holds out one, as `shardc init` writes it.
 HELD_OUT = 20
@@ -95,11 +96,7 @@ def chats_of(config: Path, file: str, batch: int, seq: int | None, *, positions:
 
 def loaded(tokenizer: Any) -> Any:
     """Return a tokenizer of transformers, read from its folder if a path is given."""
-    try:
-        import transformers
-    except ImportError:
-        fix = "pip install 'shardc[text]'"
-        raise ShardcError("shardc.text needs transformers", where="shardc.text", fix=fix) from None
+    transformers = library("transformers", "shardc.text")
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
     try:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from shardc.errors import Errors
+from shardc.optional import install
 from shardc.runtime.mesh.watch import print_line
 
 #: The trackers, each a file here, and the module that each needs. `run: {track: ...}` of the spec has the same names.
@@ -34,7 +35,7 @@ def check_installed(names: Iterable[str]) -> None:
         except ModuleNotFoundError:  # a package around it
             spec = None
         if spec is None or spec.origin is None:  # the folder wandb/ that it leaves beside a script is no package
-            errors.add(f"{name} is not installed", where=f"--track {name}", fix="pip install 'shardc[track]'")
+            errors.add(f"{name} is not installed", where=f"--track {name}", fix=install(name))
     errors.raise_any()
 
 
