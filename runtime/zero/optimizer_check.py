@@ -385,7 +385,9 @@ class Trial:
         for m, parts in zip(self.members, copies, strict=True):
             for key, state in made.get(m.like, {}).items():
                 like_param = has_param_shape(key, state, m.like)
-                small = m.parts(_small(state, m.shape), cut=self._cut) if like_param else [state] * len(parts)
+                # clone: with the strides of the part, which fused kernels take for granted
+                cut = [x.clone() for x in m.parts(_small(state, m.shape), cut=self._cut)] if like_param else []
+                small = cut or [state] * len(parts)
                 for p, x in zip(parts, small, strict=True):
                     self._optimizer.state[p][key] = copy.deepcopy(x)
         for step in range(_STEPS):

@@ -285,7 +285,8 @@ def _samples(loader: Loader, dataset: Any) -> str:
     """
     if loader.order.size is None:
         kind = "generator" if isinstance(dataset, Again) else type(dataset).__name__
-        return str(getattr(dataset, "summary", f"a stream of samples, of a {kind}"))
+        rest = "" if loader.order.rest else f", whose rest of less than {loader.batch_size} an epoch leaves out"
+        return str(getattr(dataset, "summary", f"a stream of samples, of a {kind}")) + rest
     size = loader.order.size
     left = 0 if loader.order.rest else size % loader.batch_size
     left_out = f", {left} of which an epoch leaves out (batches of {loader.batch_size})" if left else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,19 @@ ROLES = {
 FORMS = "`messages` (role, content), `conversations` (from, value), or `prompt` and `completion`"
 
 
-def read(source: str | Path) -> list[Any]:
+class Records(list[Any]):
+    """The records of a file. places: FILE:LINE of each, for errors."""
+
+    def __init__(self, records: Iterable[Any], places: list[str]) -> None:
+        super().__init__(records)
+        self.places = places
+
+    def __getitem__(self, i: Any) -> Any:
+        part = super().__getitem__(i)
+        return Records(part, self.places[i]) if isinstance(i, slice) else part
+
+
+def read(source: str | Path) -> Records:
     """Return the records of a .jsonl file. Raises ShardcError with the line of a mistake."""
     path, fix = Path(source).expanduser(), "write one JSON object a line"
     if not path.is_file() or path.suffix != ".jsonl":
@@ -28,15 +40,17 @@ def read(source: str | Path) -> list[Any]:
         fix = f"did you mean {path.parent / near}?" if near else "name a .jsonl file with a JSON object a line"
         fault = f"{path} is no .jsonl file" if path.exists() else f"there is no file {path}"
         raise ShardcError(fault, where="data", fix=f"{fix} Other files: give datasets.load_dataset(...)")
-    found: list[Any] = []
+    every = Records([], [])
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         try:
-            found += [json.loads(line)] if line.strip() else []
+            if line.strip():
+                every.append(json.loads(line))
+                every.places.append(f"{path}:{number}")
         except ValueError as e:
             raise ShardcError(f"not JSON: {e}", where=f"{path}:{number}", fix=fix) from None
-    if not found:
+    if not every:
         raise ShardcError("the file is empty", where=str(path), fix=fix)
-    return found
+    return every
 
 
 def records(source: Any) -> Iterable[Any]:
@@ -47,6 +61,13 @@ def records(source: Any) -> Iterable[Any]:
         fix = "give a .jsonl file, a list of records, or a dataset; of a DatasetDict, one of its splits"
         raise ShardcError(f"a {type(source).__name__} is not a source of records", where="data", fix=fix)
     return source if hasattr(source, "__iter__") else (source[i] for i in range(len(source)))
+
+
+def placed(source: Any, kind: str) -> Iterator[tuple[Any, str]]:
+    """Yield each record and its place: FILE:LINE, or its kind and number."""
+    every = records(source)
+    for number, record in enumerate(every):
+        yield record, every.places[number] if isinstance(every, Records) else f"{kind} {number}"
 
 
 def is_stream(source: Any) -> bool:

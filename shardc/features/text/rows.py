@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from shardc.errors import ShardcError
 from shardc.features.text.chat_masks import ChatTokens, Tokens
 from shardc.features.text.packing import TOGETHER, Form
-from shardc.features.text.records import is_stream, read, records, text_of
+from shardc.features.text.records import is_stream, placed, read, text_of
 from shardc.optional import library
 
 #: Of so many conversations of a file, `shardc run --data` holds out one, as `shardc init` writes it.
@@ -120,8 +120,8 @@ def example(rows: int, seq: int, *, positions: bool = True) -> dict[str, Tensor]
 
 # Functions at the top level: a DataLoader's workers get them in a stream, also those that start as new processes.
 def _conversations(source: Any, tokens_of: ChatTokens, form: Form, counts: Counter[str]) -> Iterator[Tokens]:
-    for number, record in enumerate(records(source)):
-        ids, learned = tokens_of(record, f"conversation {number}")
+    for record, place in placed(source, "conversation"):
+        ids, learned = tokens_of(record, place)
         counts.update(read=1, long=len(ids) > form.seq)
         if len(ids) <= form.seq or form.long == "cut":
             if any(learned[1 : form.seq]):
@@ -132,8 +132,8 @@ def _conversations(source: Any, tokens_of: ChatTokens, form: Form, counts: Count
 
 def _pieces(source: Any, tokenizer: Any, form: Form, column: str, counts: Counter[str]) -> Iterator[Tokens]:
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    for number, record in enumerate(records(source)):
-        ids = tokenizer(text_of(record, column, f"record {number}"))["input_ids"]
+    for record, place in placed(source, "record"):
+        ids = tokenizer(text_of(record, column, place))["input_ids"]
         if begin is not None and ids[:2] == [begin, begin]:  # the text begins with it, and the tokenizer adds it
             ids = ids[1:]
         ids = ids if end is None or ids[-1:] == [end] else [*ids, end]

@@ -71,11 +71,11 @@ def written(config: Path, into: Path, data: str | None, batch: int, seq: int | N
     base, values = config.parent.resolve(), json.loads(config.read_text())
     tokenizer, dtype = loaded(base), str(values.get("dtype") or values.get("torch_dtype") or "float32")
     kind = "chats" if getattr(tokenizer, "chat_template", None) else "documents"
-    first = read(data)[0] if data else {}
+    first = (given := read(data))[0] if data else {}
     if isinstance(first, Mapping) and isinstance(first.get("text"), str):
         kind = "documents"
     elif data:
-        ChatTokens(tokenizer)(first, f"{data}, the first record")  # what it refuses is known now
+        ChatTokens(tokenizer)(first, given.places[0])  # what it refuses is known now
         kind = "chats"
     name, line = _DATA[kind]
     seq = seq or longest(config)

@@ -166,7 +166,7 @@ def test_init_tries_the_first_record(tmp_path: Path) -> None:
     write_folder(tmp_path / "with")
     (tmp_path / "mine.jsonl").write_text('{"msgs": []}\n')
     done = run(tmp_path, "init", "hf:with", "new", "--data", "mine.jsonl", fails=True)
-    assert "mine.jsonl, the first record: this is no conversation: it has msgs" in done.stderr
+    assert "mine.jsonl:1: this is no conversation: it has msgs" in done.stderr
 
 
 def test_the_learning_rate_of_what_init_writes_is_an_option(tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ def test_data_may_return_samples_or_global_batches() -> None:
         assert (found.local, found.resumes) == (True, True)
         assert found.description == "9 samples, 1 of which an epoch leaves out (batches of 4)"
     found = data_of(Streamed(9))
-    assert (found.description, found.resumes) == ("a stream of samples, of a Streamed", True)
+    left_out = "a stream of samples, of a Streamed, whose rest of less than 4 an epoch leaves out"
+    assert (found.description, found.resumes) == (left_out, True)
     assert [x["ids"][:, 0].tolist() for x in found.one_epoch()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     found = data_of(lambda: iter(Streamed(9)))
     stream = iter(found)

@@ -266,3 +266,17 @@ def test_torchs_own_checkpoints_of_replicas_are_planned() -> None:
         assert len(planner.create_local_plan().items) == 9
 
     loopback(compiled("dp").mesh, work)
+
+
+def test_a_fused_optimizer_over_tp_goes_on_after_a_load(tmp_path: Path) -> None:
+    """It is tried on parts of its state, whose strides its kernel takes for the parameter's."""
+
+    def work(mesh: LoopbackMesh) -> None:
+        module, _ = made(mesh, "tp")
+        first, second = (torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True) for _ in range(2))
+        train(module, first, 2)
+        module.save(tmp_path / "saved", first)
+        module.load(tmp_path / "saved", second)
+        train(module, second, 1)
+
+    loopback(compiled("tp").mesh, work)
