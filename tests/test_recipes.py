@@ -227,7 +227,7 @@ def test_pretraining_resumes_and_its_folder_is_fine_tuned(tokens: Path, tmp_path
 
 
 TRAINED = """
-import json, sys, torch
+import json, os, sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from examples.trainer import ShardedTrainer
 out, steps, spec = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
@@ -246,7 +246,8 @@ held_out = trainer.evaluate()["eval_loss"]
 trainer.save_model(out + "/final")
 if trainer.args.process_index == 0:
     kept = [x[name] for x in trainer.state.log_history if "loss" in x for name in ("loss", "grad_norm")]
-    print("RESULT", json.dumps([*kept, held_out]))
+    print("RESULT", json.dumps([*kept, held_out]), flush=True)
+os._exit(0)  # torch's own threads now and then abort a process that ends
 """
 
 

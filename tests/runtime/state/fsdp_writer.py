@@ -110,3 +110,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main(Path(sys.argv[1]))
+    os._exit(0)  # torch's own threads now and then abort a process that ends: "terminate called without an exception"
