@@ -112,21 +112,21 @@ class ClassRows(Pass):
 
     def run(self, program: Program) -> Program:
         graph = copy_graph(program.graph)
-        found = heads(graph, moved=True)
+        logits = heads(graph, moved=True)
         rng = next(n for n in graph.nodes if n.name == "rng")
-        writer = _Writer(Emit(graph, rng), found.wide)
-        for n in found.reducers:
+        writer = _Writer(Emit(graph, rng), logits.wide)
+        for n in logits.reducers:
             with graph.inserting_before(n):
                 n.replace_all_uses_with(writer.reduced(n))
             graph.erase_node(n)
-        for n in reversed(found.wide):
+        for n in reversed(logits.wide):
             if not n.users:
                 graph.erase_node(n)
         graph.lint()
-        most = max((shape(n)[-1] for n in found.wide), default=0)
+        most = max((shape(n)[-1] for n in logits.wide), default=0)
         notes = (
             f"{where(self)} does not reach {source_of(n)}: {end.name} reads its logits too"
-            for n, end in found.refused.items()
+            for n, end in logits.refused.items()
             if shape(n)[-1] >= most
         )
         return replace(program, graph=graph, notes=(*program.notes, *fold(notes)))

@@ -63,14 +63,14 @@ class LossChunks(Pass):
                 if chain.linear is not None:
                     reached = True
                     _Writer(graph, chain, program.mesh, self._number(chain.linear, program.mesh)).run()
-            found = heads(graph, moved=False)
-            if found.reducers:
+            logits = heads(graph, moved=False)
+            if logits.reducers:
                 reached = True
-                number = max(self._number(n, program.mesh) for n in found.wide if n.target is aten.linear.default)
-                _in_chunks(graph, found, number)
+                number = max(self._number(n, program.mesh) for n in logits.wide if n.target is aten.linear.default)
+                _in_chunks(graph, logits, number)
             for n in calls(graph):
                 if n.target in (ops.nll, ops.nll_parts) and not noted:
-                    why = [f"{end.name} reads its logits too" for end in found.refused.values()]
+                    why = [f"{end.name} reads its logits too" for end in logits.refused.values()]
                     why = why or ["its input is not the result of a linear layer"]
                     notes.append(f"{where(self)} does not reach {source_of(n)}: {why[-1]}")
             graph.lint()
@@ -85,26 +85,26 @@ class LossChunks(Pass):
         return self.spec.loss.chunks if self.spec.loss.chunks > 1 else max(SCORE_CHUNKS, -(-logits // SCORE_LOGITS))
 
 
-def _in_chunks(graph: fx.Graph, found: Heads, chunks: int) -> None:
+def _in_chunks(graph: fx.Graph, logits: Heads, chunks: int) -> None:
     """Put the ops on rows of classes into calls of `in_chunks`."""
     mesh = next(n for n in graph.nodes if n.name == "mesh")
     before: dict[fx.Node, int] = {}  # calls that a value needs
     for n in graph.nodes:
-        before[n] = max((before[x] + (x in found.reducers) for x in n.all_input_nodes), default=0)
-    until = max(before[n] for n in found.reducers)
+        before[n] = max((before[x] + (x in logits.reducers) for x in n.all_input_nodes), default=0)
+    until = max(before[n] for n in logits.reducers)
     turn: dict[fx.Node, int] = {}  # as late as possible: products are computed again for each turn
     latest: dict[fx.Node, int] = {}
     for n in reversed(graph.nodes):
         latest[n] = min((turn.get(u, latest[u]) for u in n.users), default=until + 1)
-        if n in found.reducers:
+        if n in logits.reducers:
             turn[n] = latest[n] - 1
     groups: dict[tuple[int, bool], list[fx.Node]] = {}
-    for n in sorted(found.reducers, key=turn.__getitem__):
+    for n in sorted(logits.reducers, key=turn.__getitem__):
         groups.setdefault((turn[n], value_of(n).requires_grad), []).append(n)
     with graph.inserting_before(graph.output_node()):
         for (_, trains), reducers in groups.items():
-            _Body(graph, found, mesh).write(reducers, chunks, trains=trains)
-    for n in reversed(found.wide):
+            _Body(graph, logits, mesh).write(reducers, chunks, trains=trains)
+    for n in reversed(logits.wide):
         if not n.users:
             graph.erase_node(n)
     order: dict[fx.Node, None] = {}
@@ -123,8 +123,8 @@ def _after_operands(n: fx.Node, order: dict[fx.Node, None]) -> None:
 class _Body:
     """The lines of one call of `in_chunks`. rows, whole: the values that it reads, in chunks or as they are."""
 
-    def __init__(self, graph: fx.Graph, found: Heads, mesh: fx.Node) -> None:
-        self.graph, self.found, self.mesh = graph, found, mesh
+    def __init__(self, graph: fx.Graph, logits: Heads, mesh: fx.Node) -> None:
+        self.graph, self.logits, self.mesh = graph, logits, mesh
         self.rows: dict[fx.Node, None] = {}
         self.whole: dict[fx.Node, None] = {}
 
@@ -157,9 +157,9 @@ class _Body:
         """Add an op with the ops on rows of classes before it."""
         if n in inside:
             return
-        keeps = n in self.found.wide
+        keeps = n in self.logits.wide
         for i, x in enumerate(n.all_input_nodes):
-            if x in self.found.wide:
+            if x in self.logits.wide:
                 self._behind(x, inside)
             elif n.target is aten.linear.default:
                 (self.whole if i else self.rows)[x] = None

@@ -124,9 +124,9 @@ def _backward(needs: Sequence[bool], *given: Any) -> list[Tensor | None]:
         if not pairs:
             continue
         ys, of_ys = zip(*pairs, strict=True)
-        found = torch.autograd.grad(ys, [leaves[i] for i in wanted], of_ys, allow_unused=True)
+        grads = torch.autograd.grad(ys, [leaves[i] for i in wanted], of_ys, allow_unused=True)
         del results, ys, of_ys, pairs
-        for i, g in zip(wanted, found, strict=True):
+        for i, g in zip(wanted, grads, strict=True):
             if g is not None:
                 (totals[i][top : top + size] if i < rows else totals[i]).add_(g)
     return [totals[i].to(x.dtype) if i in totals else None for i, x in enumerate(tensors)]

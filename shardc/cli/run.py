@@ -76,9 +76,6 @@ def command(
             overwrite = overwrite or resume is None
         _check(program, named.model, resume)
         _check_folders(save, log, resume, overwrite=overwrite)
-        if push_to_hub and isinstance(save, Url):
-            fix = "name a folder of this machine, --save DIR"
-            raise ShardcError("there is no folder to upload", where="--push-to-hub", fix=fix)
         if push_to_hub and first:
             needed("hub", "upload", "prepare")(push_to_hub, save)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}

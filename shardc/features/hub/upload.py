@@ -9,6 +9,7 @@ from typing import Any
 from shardc.errors import ShardcError
 from shardc.optional import library
 from shardc.runtime.state.export import CARRIED, WEIGHTS
+from shardc.runtime.storage.urls import Url
 
 _OPTION = "--push-to-hub"
 _OTHERS = re.compile(r"(adapter_)?config\.json|README\.md|LICEN[CS]E.*|NOTICE.*")
@@ -19,9 +20,11 @@ def prepare(repo: str, folder: Path | None) -> None:
 
     Raises ShardcError without a folder, the library or a token, for a name that is none, and if the hub refuses.
     """
-    if folder is None or folder.suffix == ".safetensors":
+    if folder is None or isinstance(folder, Url) or folder.suffix == ".safetensors":
         raise ShardcError(
-            "there is no folder to upload", where=_OPTION, fix="name one: --save DIR, or OUT of an export"
+            "there is no folder to upload",
+            where=_OPTION,
+            fix="name one of this machine: --save DIR, or OUT of an export",
         )
     hub: Any = library("huggingface_hub", _OPTION)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):

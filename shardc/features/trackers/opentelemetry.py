@@ -65,5 +65,5 @@ class _Errors(logging.Handler):
 def _exporter(kind: str) -> Any:
     """Make the exporter of metrics or traces that the environment names."""
     name = os.environ.get(f"OTEL_{kind.upper()}_EXPORTER", "otlp")
-    found = entry_points(group=f"opentelemetry_{kind}_exporter", name="otlp_proto_http" if name == "otlp" else name)
-    return next(iter(found)).load()()
+    exporters = entry_points(group=f"opentelemetry_{kind}_exporter", name="otlp_proto_http" if name == "otlp" else name)
+    return next(iter(exporters)).load()()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from shardc.cli import app
 from shardc.errors import ShardcError
 from shardc.features.hub import card, upload
+from shardc.runtime.storage.urls import Url
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -206,3 +207,8 @@ def test_a_card_takes_over_the_license_and_the_name_of_the_base(tmp_path: Path) 
     (base / "README.md").write_text("---\n: [\n---\n")
     assert card.write(out, base, {})
     assert "license" not in head(out / "README.md")
+
+
+def test_a_folder_in_a_store_is_not_uploaded() -> None:
+    with pytest.raises(ShardcError, match="there is no folder to upload"):
+        upload.prepare("org/name", Url("s3://bucket/run"))
