@@ -326,7 +326,8 @@ def resharded(old: Program, new: Program, model: nn.Module, batch: Any) -> None:
 def own_loop(program: Program, model: nn.Module, batch: Any, want: Simulation) -> None:
     """A loop of the user's own around the module trains as the engine does."""
     scaled = program.spec.precision.loss_scale is not None
-    if program.microbatches > 1 or program.axis or scaled or program.spec.data.offload.used:
+    padded = any(x.layout.paddings() for x in program.inputs)  # `module.local` refuses them
+    if program.microbatches > 1 or program.axis or scaled or padded or program.spec.data.offload.used:
         return
 
     def work(mesh: LoopbackMesh) -> tuple[Tensor, dict[str, Tensor]]:

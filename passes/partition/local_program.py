@@ -60,6 +60,7 @@ class LocalProgram:
     choices: dict[Any, Choices] = field(default_factory=dict)
     inputs: set[str] = field(init=False)
     shared_lines: dict[Any, fx.Node] = field(default_factory=dict)  # written once, by their call (`_emit_for`)
+    lines: list[fx.Node] = field(default_factory=list)  # of the op that its rule's `local` writes
     layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)  # see `_layout`
 
     def __post_init__(self) -> None:
@@ -139,7 +140,10 @@ class LocalProgram:
             call = LocalCall(
                 call_of(node), self.mesh, strategies, tuple(need), tuple(out), tuple(args), kwargs, self.mesh_node, emit
             )
+            self.lines = []
             new = rule.local(call)
+            for line in self.lines if len(self.lines) > 1 else ():
+                line.meta["op"] = node.name
         else:
             new = emit(node.target, tuple(args), kwargs)
             if "mixed" in node.meta:  # of mixed precision: see shardc.ir.metadata
@@ -182,6 +186,7 @@ class LocalProgram:
         new = self._emit(target, args, kwargs, result if value is None else value, node, collective, name)
         if once:
             self.shared_lines[key] = new
+        self.lines.append(new)
         return new
 
     def _existing_form(self, node: fx.Node, need: Layout) -> Layout:

@@ -211,7 +211,7 @@ class _Cut:
 
         for n in self.main:  # back, to where the operands are made
             operands = [_op_behind(x) for x in operands_of(n) if x in self.stage]
-            if n.target is operator.getitem or not operands or _flops(n):
+            if n.target is operator.getitem or "op" in n.meta or not operands or _flops(n):
                 continue
             stage = max(self.stage[x] for x in operands)
             saved = sum(size[x] for x in dict.fromkeys(operands) if self._only(x, n, stage))
@@ -220,7 +220,9 @@ class _Cut:
         for n in reversed(self.main):  # forward, to where it is used
             users = [u for u in cuts.users(n) if u in self.stage]
             operands = list(dict.fromkeys(_op_behind(x) for x in operands_of(n) if x in self.stage))
-            if n.target is operator.getitem or not users or len(users) < len(cuts.users(n)) or _flops(n):
+            if n.target is operator.getitem or "op" in n.meta or _flops(n):
+                continue
+            if not users or len(users) < len(cuts.users(n)):
                 continue
             stage = min(self.stage[u] for u in users)
             more = sum(

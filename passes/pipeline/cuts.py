@@ -28,9 +28,7 @@ from shardc.ir.patterns import enclosing, match
 from shardc.ir.similar_names import did_you_mean
 from shardc.layer_names import layer_of
 from shardc.machine.assumed import STAGES, byte_seconds, work_seconds
-from shardc.optional import registered
 from shardc.rules.core.registry import rank_seconds
-from shardc.runtime import ops
 from shardc.runtime.schedule import default_stages
 from shardc.spec import Spec
 
@@ -41,11 +39,6 @@ SLACK = 1.1
 #: The value, among such cuts, of half as many bytes crossing, and of one module less that a cut goes through: shares of
 #: the cost of an even stage.
 CROSSING, INSIDE = 0.1, 0.02
-
-#: Ops that have to be on the stage of the op before them: only their rank knows how many rows they take.
-JOINED = {ops.experts_send, ops.experts_apply, ops.experts_return, ops.experts_combine}.union(
-    *registered("ops", "JOINED")
-)
 
 
 @dataclass(frozen=True)
@@ -85,13 +78,19 @@ class Ops:
 
     def joined(self) -> tuple[Ops, list[int]]:
         """Return these ops with those that belong together as one, and where each of them begins."""
-        starts = [i for i, n in enumerate(self.nodes) if n.target not in JOINED]
+        starts = begins(self.nodes)
         ends = [*starts[1:], len(self.nodes)]
         work = tuple(sum(self.work[a:b]) for a, b in zip(starts, ends, strict=True))
         return (
             Ops(tuple(self.nodes[i] for i in starts), work, (*(self.crossing[i] for i in starts), self.crossing[-1])),
             starts,
         )
+
+
+def begins(main: Sequence[fx.Node]) -> list[int]:
+    """Return the positions where stages may begin: not among the lines of one op."""
+    names = [n.meta.get("op") for n in main]
+    return [i for i, name in enumerate(names) if name is None or i == 0 or name != names[i - 1]]
 
 
 def users(node: fx.Node) -> list[fx.Node]:
@@ -134,7 +133,7 @@ def positions(
     if p.balance is not None:
         return _counted(main, p.balance, spec)
     n = p.stages or default_stages(p.schedule, spec.mesh.size(p.axis))
-    most = sum(x.target not in JOINED for x in main)
+    most = len(begins(main))
     if n > most:
         fault = f"{n} stages, and the model has only {most} ops that depend on its input and its weights"
         raise ShardcError(fault, where=spec.where(("pipeline", "stages")), fix=f"at most {most} stages")
@@ -143,8 +142,8 @@ def positions(
         position = {op: i for i, op in enumerate(main)}
         per_op = [stages_of_weights(op, position, running) for op in main]
         joined = [set[int]().union(*per_op[a:b]) for a, b in pairwise([*starts, len(main)])]
-        if (begins := _cuts_at_weights(whole, n, joined)) is not None:
-            return [starts[start] for start in begins]
+        if (at_weights := _cuts_at_weights(whole, n, joined)) is not None:
+            return [starts[start] for start in at_weights]
     return [starts[start] for start in even(whole, n)]
 
 

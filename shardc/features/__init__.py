@@ -14,7 +14,7 @@ section     Sections: the sections of a spec that it adds (`Spec.sections`) or e
             token_axes: the axes that split each row of inputs; check: of the spec, beyond its grammar
 program     STORED: the type of what the feature puts into `Program.features`; faults: of these, in a compiled folder
             added: the program after a pass has added parameters; axes: over which an optimizer communicates
-ops         OPS: ops of programs, by name; PRODUCTS, JOINED, PACKED: which of them are of a kind that core knows
+ops         OPS: ops of programs, by name; PRODUCTS, PACKED: which of them are of a kind that core knows
 rules       the rules of its ops: an import registers them
 passes      PASSES: the stage that each pass of the feature follows, and its own stage; DERIVATIVES; how_rounded
             annotate: adds layouts at the end of that pass; improve_placement: after placement on an axis of tokens

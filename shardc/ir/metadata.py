@@ -17,6 +17,7 @@ Keys of `node.meta` that several passes share
         "spec_line"   the spec line that inserted the op
         "mixed"       True, on casts of mixed precision: only these casts to fewer bits may round summands
     in the graphs of stages
+        "op"          name of the global op that this line and others compute together: one stage runs them all
         "collective"  Collective, on nodes that communicate
         "region"      name of the innermost Region that contains the op (shardc.ir.stage)
         "kept"        names of those of its regions that keep its result

@@ -17,7 +17,5 @@ OPS = {
 }
 #: See shardc.runtime.ops.factors.
 PRODUCTS = {fp8_linear: (0, 1, -1)}
-#: See shardc.passes.pipeline.cuts.
-JOINED = {fp8_experts_apply}
 #: Ops whose results a gather sends in 8 bits: how (format, granule), by their arguments.
 PACKED = {fp8_round: lambda x, amax, format, granule: (format, tuple(granule))}

@@ -314,6 +314,17 @@ def test_every_op_may_be_cut_from_the_next(name: str) -> None:
     check(name, spec({"pp": most // 2}, 1, stages=most, schedule="zb-v"))
 
 
+def test_the_lines_of_one_op_stay_on_one_stage() -> None:
+    """A softmax over split classes is several lines: the proof knows them as one op."""
+    of_classes = {"sequence": {"axis": "cp", "method": "auto"}, "mesh": {"pp": 2, "cp": 2}}
+    with pytest.raises(shardc.ShardcError, match="256 stages") as e:
+        one_device("forked").compile(spec({"pp": 2}, stages=256) | of_classes)
+    most = int((e.value.fix or "").split()[2]) // 2 * 2
+    for stages in range(2, most + 1, 2):
+        program = one_device("forked").compile(spec({"pp": 2}, 2, stages=stages, schedule="interleaved") | of_classes)
+        assert (proof := program.prove()).ok, str(proof)
+
+
 def test_only_what_the_loss_asks_gets_gradients_back() -> None:
     """Integers, truth values and what is detached where it is used go one way; each stage gets what it uses from where
     it is made.
