@@ -43,13 +43,13 @@ class Messages:
         self._program, self._spec = program, spec
         table = comm_rows(cost) if cost is not None else []
         ran = {t for r in table for t in r.tags}
-        gathers: list[fx.Node] = []
+        gathers, received = list[fx.Node](), dict[str, fx.Node]()  # several stages may receive one value
         for n in (n for stage in program.stages for n in stage.graph.nodes if "collective" in n.meta):
             own = n.name, "send_recv" if n.op == "placeholder" else ""
             if n.target is ops.gather_start:
                 gathers.append(n)
-            elif n.op == "call_function" or own in ran:  # a value from another stage of the same rank is no message
-                shown = layers.same(n) if n.op == "call_function" else n
+            elif own in ran or cost is None:  # not: values from another stage of the same rank, or backward of frozen ops
+                shown = layers.same(n) if n.op == "call_function" else received.setdefault(n.name, n)
                 if shown not in self.of_node:
                     self.of_node[shown] = len(self.all)
                     self.all.append(self._of_node(n))
