@@ -173,12 +173,13 @@ class Program(ir.Program):
         check_program(spec, "program.to")
         return Program.of(self.for_spec(spec, world))
 
-    def reshard(self, other: ir.Program, *, moments: int = 0) -> Any:
-        """Report what `engine.to` and `engine.weights_to` would move to the ranks of another program.
+    def reshard(self, other: Any, *, moments: int = 0) -> Any:
+        """Report what `engine.to` and `engine.weights_to` would move to the ranks of another program, or an engine.
 
+        other: a program; or the layout of an engine on other ranks (shardc.engines), or its file.
         It needs no weights, devices or processes. Print the result. See shardc.features.reshard.report.
         moments: optimizer tensors per trained parameter, which move too: 2 for AdamW.
-        Raises ShardcError for a program of another number of ranks, or of another model.
+        Raises ShardcError for a program of another number of ranks or of another model, and for a wrong layout.
         """
         return needed("reshard", "report", "resharding")(self, other, moments)
 

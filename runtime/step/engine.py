@@ -428,7 +428,9 @@ class Engine:
         return self._saver
 
     def weights_to(self, other: Any) -> Any:
-        """Copy this engine's weights to another engine, a module, or a forward-only program's. Collective.
+        """Copy this engine's weights to another engine, a module, a forward-only program's, or an engine of others.
+
+        Collective. The last are of shardc.engines.
 
         Both are of the same model on the same ranks. Copies parameters, and buffers that both programs have. Each
         element is sent once to each rank that needs it and does not have it; the first call plans who sends what to

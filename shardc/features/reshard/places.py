@@ -90,6 +90,16 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """A place as boxes by rank; other ranks have none."""
+
+    by_rank: tuple[tuple[Box, ...], ...]
+
+    def boxes(self, rank: int) -> Sequence[Box]:
+        return self.by_rank[rank] if rank < len(self.by_rank) else ()
+
+
+@dataclass(frozen=True)
 class Kept:
     """A form in which ranks keep a tensor. key: of the local tensor."""
 
@@ -125,7 +135,7 @@ def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
     wanted = []
     for name, p in new.params.items():
         need = Kept(("own", p.name), p.dtype, InPlan(new, name, cut=True))
-        wanted.append(Wanted(name, _read(old, name, p.dtype), need))
+        wanted.append(Wanted(name, readable(old, name, p.dtype), need))
     for name, b in new.buffers.items():
         if name in old.buffers:
             ends = (old, old.buffers[name]), (new, b)
@@ -134,7 +144,7 @@ def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
     return wanted
 
 
-def _read(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
+def readable(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
     """Return the form of a parameter that is read: whole, unless ZeRO 3 cut it, or the copy is in a third dtype."""
     p = plan.params[name]
     bucket = plan.program.bucket(p)

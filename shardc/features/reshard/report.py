@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardc.cost.measured.device_file import device
 from shardc.errors import ShardcError
+from shardc.features.reshard.conventions import checked
+from shardc.features.reshard.engines import sizes, sources, wanted
+from shardc.features.reshard.layout import Layout
 from shardc.features.reshard.moves import BUCKET
 from shardc.features.reshard.places import InPlan, Kept, Plan, Wanted, weights
 from shardc.features.reshard.routes import messages
@@ -35,14 +39,15 @@ from shardc.machine.device import Device
 
 @dataclass(frozen=True)
 class Resharding:
-    """The bytes that move between two plans.
+    """The bytes that move between two plans, or to an engine whose ranks are other processes.
 
-    old, new: the meshes; moments: tensors of the optimizer for each trained parameter. sent: bytes, [from][to]; held:
-    bytes of what may move, on all ranks under the new plan; rounds: all_to_alls, one after the other.
+    old, new: the meshes, or the engine's layout; moments: tensors of the optimizer for each trained parameter. sent:
+    bytes, [from][to]; held: bytes of what may move, on all ranks under the new plan; rounds: all_to_alls, one after the
+    other.
     """
 
     old: Mesh
-    new: Mesh
+    new: Mesh | Layout
     moments: int
     sent: tuple[tuple[int, ...], ...] = field(repr=False)
     held: int
@@ -66,6 +71,8 @@ class Resharding:
     def by_axes(self) -> dict[tuple[str, ...], tuple[int, int]]:
         """{axes of the new mesh on which two ranks differ: (bytes between them, how many such pairs)}."""
         nbytes, pairs = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+        if isinstance(self.new, Layout):
+            return {}
         coords = [self.new.coords(r) for r in range(self.new.world)]
         for a, row in enumerate(self.sent):
             for b, n in enumerate(row):
@@ -77,7 +84,7 @@ class Resharding:
 
     def seconds(self, on: str | Path | Device = "h100-80g") -> float:
         """Estimate seconds on a device, as if all ranks sent as much as the busiest, evenly to all others."""
-        most, world = max(self.sends + self.receives), self.new.world
+        most, world = max(self.sends + self.receives), len(self.sent)
         if not most:
             return 0.0
         nbytes = most * world / (world - 1) / self.rounds  # of an all_to_all, with a rank's own part
@@ -85,38 +92,59 @@ class Resharding:
 
     def __str__(self) -> str:
         more = f", and {plural(self.moments, 'tensor')} for each trained one" if self.moments else ""
-        head = f"{self.old} to {self.new}, {self.new.world} ranks: weights{more}"
+        head = f"{self.old} to {self.new}, {len(self.sent)} ranks: weights{more}"
+        if isinstance(self.new, Layout):
+            head = f"{self.old}, {self.old.world} ranks, to an engine of {plural(self.new.ranks, 'rank')}: weights"
         if not self.bytes:
             return f"{head}\nnothing moves: each rank has what it needs, {size(self.held)} of all ranks"
         share = 100 * self.bytes / self.held
+        senders, receivers = self.sends, self.receives
+        if isinstance(self.new, Layout):
+            senders, receivers = senders[: self.old.world], receivers[self.old.world :]
         rows = [("+".join(axes), size(n), str(pairs)) for axes, (n, pairs) in self.by_axes.items()]
-        rows = [("between ranks that differ on", "bytes", "pairs"), *rows]
-        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        rows = [("between ranks that differ on", "bytes", "pairs"), *rows] if rows else []
+        wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
         rounds = f"{plural(self.rounds, 'round')} of at most {size(2 * BUCKET)}"
         return "\n".join(
             [
                 head,
                 f"{size(self.bytes)} move, of {size(self.held)} that ranks have then ({share:.0f} %)",
-                f"a rank sends {_range(self.sends)} and receives {_range(self.receives)}, in {rounds}",
+                f"a rank sends {_range(senders)} and receives {_range(receivers)}, in {rounds}",
                 *(f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}" for a, b, c in rows),
                 f"about {seconds(self.seconds())} on h100-80g, were all to send as much as the busiest",
             ]
         )
 
 
-def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
+def resharding(old: Program, new: Program | Layout | str | Path, moments: int = 0) -> Resharding:
     """Return what moves: weights, and `moments` optimizer tensors for each trained parameter (AdamW: 2).
 
-    Raises ShardcError if the programs have different numbers of ranks, or different models.
+    new: a program of the same ranks, or the layout of an engine, or its file: then the weights move to other processes.
+    Raises ShardcError if the programs have different numbers of ranks, or different models, and for a wrong layout.
     """
     if isinstance(moments, bool) or not isinstance(moments, int) or moments < 0:
         fault = f"moments must be a number of tensors, not {moments!r}"
         raise ShardcError(fault, where="moments", fix="AdamW has 2, SGD 0 or 1")
-    a, b = Plan(old), Plan(new)
-    moved = [*((w, 1) for w in weights(a, b, all_buffers=False)), *((w, moments) for w in _moments(a, b) if moments)]
-    world, nbytes = new.mesh.world, 0
-    sent = [[0] * world for _ in range(world)]
-    sizes = {w.wire.itemsize: [[0] * world for _ in range(2)] for w, _ in moved}
+    if isinstance(new, Program):
+        a, b = Plan(old), Plan(new)
+        moved = [
+            *((w, 1) for w in weights(a, b, all_buffers=False)),
+            *((w, moments) for w in _moments(a, b) if moments),
+        ]
+        return Resharding(old.mesh, new.mesh, moments, *_sent(moved, new.mesh.world))
+    layout = new if isinstance(new, Layout) else Layout.load(new)
+    checked(layout, sizes(old))
+    if moments:
+        raise ShardcError("an engine has no optimizer", where="moments", fix="leave it out")
+    processes = [*[None] * old.mesh.world, *range(layout.ranks)]
+    moved = [(w, 1) for w in wanted(layout, sources(Plan(old), layout), processes)]
+    return Resharding(old.mesh, layout, 0, *_sent(moved, len(processes)))
+
+
+def _sent(moved: Sequence[tuple[Wanted, int]], world: int) -> tuple[tuple[tuple[int, ...], ...], int, int]:
+    """Return bytes [from][to], the bytes that ranks have then, and the rounds. moved: tensors, and how often each."""
+    nbytes, sent = 0, [[0] * world for _ in range(world)]
+    by_size = {w.wire.itemsize: [[0] * world for _ in range(2)] for w, _ in moved}
     known: dict[Any, list[tuple[int, int, int]]] = {}
     for turn, (w, times) in enumerate(moved):
         if w.places not in known:
@@ -126,11 +154,11 @@ def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
             n = elements * w.wire.itemsize * times
             sent[source][target] += n
             for way, r in enumerate((source, target)):
-                sizes[w.wire.itemsize][way][r] += n
+                by_size[w.wire.itemsize][way][r] += n
         boxes = (x for r in range(world) for x in w.need.place.boxes(r))
         nbytes += sum(x.numel for x in boxes) * w.need.dtype.itemsize * times
-    rounds = sum(math.ceil(max(map(max, ways)) / BUCKET) for ways in sizes.values())
-    return Resharding(old.mesh, new.mesh, moments, tuple(map(tuple, sent)), nbytes, rounds)
+    rounds = sum(math.ceil(max(map(max, ways)) / BUCKET) for ways in by_size.values())
+    return tuple(map(tuple, sent)), nbytes, rounds
 
 
 def _moments(old: Plan, new: Plan) -> list[Wanted]:

@@ -16,8 +16,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from shardc.errors import ShardcError
+from shardc.features.reshard.engines import Target
 from shardc.features.reshard.moves import Moves
 from shardc.features.reshard.places import InPlan, Kept, Key, Plan, Wanted, Whole, check, weights
+from shardc.features.reshard.transports import OverMesh
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state.boxes import Part
@@ -56,16 +58,21 @@ _MOVES: WeakKeyDictionary[Buckets, WeakKeyDictionary[Buckets, Moves]] = WeakKeyD
 
 
 def move_weights(old: End, other: Any) -> Moves:
-    """Move weights to another end, or its owner; raise ShardcError if there is none. Collective."""
+    """Move weights to another end, its owner, or an engine; raise ShardcError if it is none. Collective."""
+    if isinstance(other, Target):
+        with old.mesh.together("moving weights"), old.sending():
+            return other.take(old.program, old.mesh, old.buckets, local_tensors(old))
     new: End | None = getattr(other, "weights_holder", None)
     if new is None:
         fault = f"a {type(other).__name__} holds no weights of a program"
-        fix = "pass an engine, or the result of program.forward or program.module"
+        fix = "pass an engine, the result of program.forward or program.module, or one of shardc.engines"
         raise ShardcError(fault, where="weights_to", fix=fix)
     with old.mesh.together("moving weights"), old.sending(), new.receiving():
         moves = _MOVES.setdefault(old.buckets, WeakKeyDictionary())
         if new.buckets not in moves:
-            moves[new.buckets] = Moves(old.mesh, weights(Plan(old.program), Plan(new.program), all_buffers=False))
+            moves[new.buckets] = Moves(
+                OverMesh(old.mesh), weights(Plan(old.program), Plan(new.program), all_buffers=False)
+            )
         moves[new.buckets](local_tensors(old), local_tensors(new))
     return moves[new.buckets]
 
@@ -110,7 +117,7 @@ class TrainingMove:
                 local_tensors(end) | {("state", k): part.local.detach() for k, part in parts.items()}
                 for end, parts in ((old, have), (new, need))
             )
-            Moves(mesh, moved)(*tensors)
+            Moves(OverMesh(mesh), moved)(*tensors)
             if optimizer is not None and index.optimizer is not None:
                 fill(new.held, optimizer, index.optimizer, rooms)
         new.go_on_from(index.extra)

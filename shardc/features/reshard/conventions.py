@@ -1,0 +1,346 @@
+"""Write the layouts of engines whose conventions are known: transformers' own plan, vLLM, SGLang.
+
+    layout = engines.vllm(model, tp=4)                     q, k and v of a layer in one tensor, and so on
+    layout = engines.transformers(model, tp=2)             by the model's tp_plan
+    layout = engines.described(2, describe)                by what the engine answers for each rank
+
+vLLM: model_executor/layers/linear.py (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear: a head of keys
+is on several ranks where there are fewer heads than ranks), vocab_parallel_embedding.py (rows padded to 64),
+fused_moe/layer.py (w13_weight: gate, then up; w2_weight; experts in order over ranks). SGLang has the same layers
+(sglang/srt/layers). transformers: distributed/tensor_parallel.py, with pieces as torch.chunk cuts them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from shardc.errors import Errors, ShardcError
+from shardc.features.reshard.layout import EIGHT_BITS, Held, Layout, Part, Scale, Sizes, check
+from shardc.runtime.state.boxes import Numbers, whole
+
+Range = tuple[int, int]  # begin, end
+
+
+class _Piece(NamedTuple):
+    """A tensor of the model, the dim that ranks split, and each rank's range; None: whole on each. of: as of Part."""
+
+    of: str
+    dim: int | None = None
+    ranges: list[Range] | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The modules that an engine keeps as one, and the dim that ranks split, from the right; None: whole on each.
+
+    into: the engine's name of the module; "": the model's. of: the model's modules, in their order there. split: "" in
+    equal parts; "heads": of attention; "rows": of a vocabulary, padded. packed: parts that the model has fused already.
+    """
+
+    of: tuple[str, ...]
+    dim: int | None
+    into: str = ""
+    split: str = ""
+    packed: int = 1
+
+
+#: By the last name of a module. Parameters of one dim are whole, unless their module is split by its first dim.
+_SHARED = (
+    Rule(("q_proj", "k_proj", "v_proj"), -2, "qkv_proj", "heads"),
+    Rule(("gate_proj", "up_proj"), -2, "gate_up_proj"),
+    Rule(("gate_up_proj",), -2, packed=2),
+    *(Rule((name,), -2) for name in ("q_proj", "q_b_proj", "kv_b_proj", "fc1")),
+    *(Rule((name,), -1) for name in ("o_proj", "out_proj", "down_proj", "fc2")),
+    *(Rule((name,), -2, split="rows") for name in ("embed_tokens", "lm_head")),
+    *(Rule((name,), None) for name in ("gate", "router", "shared_expert_gate", "kv_a_proj_with_mqa", "q_a_proj")),
+)
+RULES: dict[str, tuple[Rule, ...]] = {
+    "vllm": (Rule(("q_a_proj", "kv_a_proj_with_mqa"), None, "fused_qkv_a_proj"), *_SHARED),
+    "sglang": (Rule(("q_a_proj", "kv_a_proj_with_mqa"), None, "fused_qkv_a_proj_with_mqa"), *_SHARED),
+}
+#: Stacked parameters of experts: engine's name, and fused parts.
+_EXPERTS = {"gate_up_proj": ("w13_weight", -2, 2), "down_proj": ("w2_weight", -1, 1)}
+#: Experts with modules of their own: engine's name, and the modules in order.
+_EACH_EXPERT = {
+    "w13_weight": (-2, ("gate_proj", "up_proj")),
+    "w2_weight": (-1, ("down_proj",)),
+}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_LIKE = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_PADDED = 64  # DEFAULT_VOCAB_PADDING_SIZE
+_FLOAT32 = ("e_score_correction_bias",)
+
+
+def sizes_of(model: nn.Module) -> dict[str, Numbers]:
+    """Return the shapes of the numbers that a model's checkpoints have, by their first names."""
+    kept = model.state_dict(keep_vars=True)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {n: tuple(x.shape) for n, x in named if n in kept and x.is_floating_point()}
+
+
+def vllm(
+    model: nn.Module,
+    tp: int = 1,
+    *,
+    ep: bool = False,
+    dtype: str = "bfloat16",
+    block: tuple[int, int] = (128, 128),
+    name: str = "vllm",
+) -> Layout:
+    """Return the layout of a model of transformers in vLLM, over `tp` ranks. ep: they divide experts, not each expert.
+
+    dtype: of its weights; a dtype of 8 bits: linear layers have scales of these blocks. The names of modules are the
+    model's. Raises ShardcError for a weight for which no rule is known.
+    """
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    heads = config.num_attention_heads
+    facts = {"tp": tp, "ep": ep, "dtype": dtype, "block": list(block), "heads": heads}
+    facts["kv_heads"] = getattr(config, "num_key_value_heads", None) or heads
+    return of_origin({"of": name, **facts}, sizes_of(model))
+
+
+def sglang(model: nn.Module, tp: int = 1, **settings: Any) -> Layout:
+    """Return the layout of a model of transformers in SGLang. settings: as of `vllm`."""
+    return vllm(model, tp, **settings, name="sglang")
+
+
+def described(
+    ranks: int, describe: Callable[[int], Mapping[str, Mapping[str, Any]]], unused: Iterable[str] = ()
+) -> Layout:
+    """Return the layout that an engine describes, rank by rank.
+
+    describe: rank -> {engine's name: {"shape": ..., "dtype": ..., "parts": [{"of": ..., "box": (offset, shape), "at":
+    ...}]}}; `dims` of a part and `scale` ({"name": ..., "block": ...}) as in Part and Scale.
+    """
+    answers, tensors = [describe(r) for r in range(ranks)], dict[str, Held]()
+    for name in dict.fromkeys(n for answer in answers for n in answer):
+        each = [answer.get(name, {"shape": (0,), "parts": ()}) for answer in answers]
+        first = next(answer[name] for answer in answers if name in answer)
+        parts = []
+        for r, x in enumerate(each):
+            for p in x["parts"]:
+                boxes: list[tuple[Numbers, Numbers] | None] = [None] * ranks
+                boxes[r] = (tuple(p["box"][0]), tuple(p["box"][1]))
+                dims = tuple(p["dims"]) if p.get("dims") is not None else None
+                parts.append(Part(p["of"], tuple(boxes), (tuple(p["at"]),), dims))
+        scale = Scale(first["scale"]["name"], tuple(first["scale"]["block"])) if first.get("scale") else None
+        shapes = tuple(tuple(x["shape"]) for x in each)
+        tensors[name] = Held(str(first["dtype"]).removeprefix("torch."), shapes, tuple(parts), scale)
+    return Layout(ranks, tensors, tuple(unused))
+
+
+def of_origin(origin: Mapping[str, Any], sizes: Sizes) -> Layout:
+    """Return the layout that a convention gives with these settings, for a model's tensors."""
+    writer = _Writer(dict(origin), sizes)
+    writer.run()
+    return Layout(origin["tp"], writer.tensors, origin=dict(origin))
+
+
+def checked(layout: Layout, sizes: Sizes) -> None:
+    """Raise ShardcError for a layout that does not fit the model (`layout.check`), or its own origin."""
+    check(layout, sizes)
+    if not layout.origin:
+        return
+    errors, expected = Errors(), of_origin(layout.origin, {n: s for n, s in sizes.items() if n not in layout.unused})
+    for name in {**expected.tensors, **layout.tensors}:
+        if layout.tensors.get(name) != expected.tensors.get(name):
+            fault = f"it is not as {layout.origin['of']} keeps it: {_difference(layout, expected, name)}"
+            errors.add(fault, where=name, fix="write it with shardc.engines, or remove `origin` if it is meant so")
+    errors.raise_any()
+
+
+def _difference(layout: Layout, expected: Layout, name: str) -> str:
+    if name not in layout.tensors or name not in expected.tensors:
+        return "the tensor is missing" if name not in layout.tensors else "it has no such tensor"
+    has, should = layout.tensors[name], expected.tensors[name]
+    if [p.of for p in has.parts] != [p.of for p in should.parts]:
+        return f"its parts are {', '.join(p.of for p in has.parts)}, not {', '.join(p.of for p in should.parts)}"
+    if has.dtype != should.dtype:
+        return f"it is of {has.dtype}, not {should.dtype}"
+    ranks = [
+        r
+        for r in range(layout.ranks)
+        if any(a.box(r) != b.box(r) for a, b in zip(has.parts, should.parts, strict=True))
+    ]
+    return f"rank {ranks[0]} has other boxes" if ranks else "its shapes or scales differ"
+
+
+class _Writer:
+    """Writes the tensors of a layout by the rules of an engine."""
+
+    def __init__(self, origin: dict[str, Any], sizes: Sizes) -> None:
+        self.origin, self.sizes, self.tensors = origin, sizes, dict[str, Held]()
+        self.n: int = origin["tp"]
+        if self.n < 1:
+            raise ShardcError(f"tp is {self.n}", where="tp", fix="a whole number from 1 on")
+
+    def run(self) -> None:
+        errors, done = Errors(), set[str]()
+        for name in self.sizes:
+            if name not in done:
+                with errors.collect():
+                    done |= self._planned(name) if self.origin["of"] == "transformers" else self._ruled(name)
+        errors.raise_any()
+
+    # --- transformers: names and shapes are the model's; its plan names the dims
+
+    def _planned(self, name: str) -> set[str]:
+        module, _, parameter = re.sub(r"\.\d+\.", ".*.", name).rpartition(".")
+        module = re.sub(r"\.\d+$", ".*", module)
+        plan: dict[str, Any] = self.origin["plan"]
+        dim, parts, bias = plan.get(f"{module}.{parameter}", plan.get(module, (None, 1, False)))
+        shape, pieces = self.sizes[name], [_Piece(name)]
+        if len(shape) == 1:
+            if dim == -2 and bias:
+                pieces = [_Piece(name, 0, _chunks(shape[0], self.n))]
+        elif dim is not None:
+            dim = len(shape) + dim
+            size = shape[dim] // parts
+            cuts = [[(a + i * size, b + i * size) for a, b in _chunks(size, self.n)] for i in range(parts)]
+            pieces = [_Piece(name, dim, ranges) for ranges in cuts]
+        self._put(name, pieces, self.origin["dtype"])
+        return {name}
+
+    # --- vLLM, SGLang
+
+    def _ruled(self, name: str) -> set[str]:
+        dtype, shape = self.origin["dtype"], self.sizes[name]
+        module, _, parameter = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        if last == "experts" and parameter in _EXPERTS and len(shape) == 3:  # stacked: [experts, out, in]
+            into, dim, parts = _EXPERTS[parameter]
+            self._put(f"{module}.{into}", self._expert_pieces(name, dim, parts), dtype, low=True)
+            return {name}
+        if matched := _EXPERT.fullmatch(name):
+            return self._each_expert(matched[1], dtype)
+        rule = next((r for r in RULES[self.origin["of"]] if last in r.of and self._has(parent, r, parameter)), None)
+        if rule is None:
+            if len(shape) < 2:
+                self._put(name, [_Piece(name)], "float32" if parameter in _FLOAT32 else _wide(dtype))
+                return {name}
+            fix = "describe the layout: engines.described, or write layout.json without it"
+            raise ShardcError(f"no rule of {self.origin['of']} is known for {last!r}", where=name, fix=fix)
+        names = [f"{parent}.{of}.{parameter}" if parent else f"{of}.{parameter}" for of in rule.of]
+        into = (f"{parent}.{rule.into}" if parent else rule.into) if rule.into else module
+        pieces = [piece for n in names for piece in self._pieces(n, rule)]
+        low = len(shape) == 2 and rule.split != "rows" and rule.dim is not None
+        self._put(f"{into}.{parameter}", pieces, dtype if low else _wide(dtype), low=low)
+        return set(names)
+
+    def _has(self, parent: str, rule: Rule, parameter: str) -> bool:
+        names = (f"{parent}.{of}.{parameter}" if parent else f"{of}.{parameter}" for of in rule.of)
+        return all(n in self.sizes for n in names)
+
+    def _pieces(self, name: str, rule: Rule) -> list[_Piece]:
+        shape = self.sizes[name]
+        if rule.dim is None or (len(shape) == 1 and rule.dim == -1):
+            return [_Piece(name)]
+        dim = max(0, len(shape) + rule.dim)
+        if rule.split == "rows":
+            per_rank = -(-shape[dim] // _PADDED) * _PADDED // self.n
+            ends = [(min(shape[dim], r * per_rank), min(shape[dim], (r + 1) * per_rank)) for r in range(self.n)]
+            padded = [(0, per_rank - (b - a)) for a, b in ends]
+            return [_Piece(name, dim, ends), _Piece("", dim, padded)]
+        size = shape[dim] // rule.packed
+        if rule.split == "heads":
+            heads = self.origin["heads" if ".q_proj." in f".{name}" else "kv_heads"]
+            return [_Piece(name, dim, self._heads(name, size, heads))]
+        return [
+            _Piece(name, dim, [(a + i * size, b + i * size) for a, b in self._ranges(name, dim, size)])
+            for i in range(rule.packed)
+        ]
+
+    def _heads(self, name: str, size: int, heads: int) -> list[Range]:
+        if heads % self.n and self.n % heads:
+            fault = f"{heads} heads do not divide over {self.n} ranks"
+            raise ShardcError(fault, where=name, fix="use a number of ranks that divides them, or a multiple of them")
+        one = size // min(heads, self.n)
+        repeats = max(1, self.n // heads)
+        return [(r // repeats * one, (r // repeats + 1) * one) for r in range(self.n)]
+
+    def _ranges(self, name: str, dim: int, size: int) -> list[Range]:
+        if size % self.n:
+            fault = f"{size} in dim {dim} do not divide over {self.n} ranks"
+            raise ShardcError(fault, where=name, fix=f"use a number of ranks that divides {size}")
+        one = size // self.n
+        return [(r * one, (r + 1) * one) for r in range(self.n)]
+
+    def _expert_pieces(self, name: str, dim: int, parts: int) -> list[_Piece]:
+        shape = self.sizes[name]
+        if self.origin["ep"]:
+            return [_Piece(name, 0, self._ranges(name, 0, shape[0]))]
+        dim, size = len(shape) + dim, shape[dim] // parts
+        ranges = self._ranges(name, dim, size)
+        return [_Piece(name, dim, [(a + i * size, b + i * size) for a, b in ranges]) for i in range(parts)]
+
+    def _each_expert(self, parent: str, dtype: str) -> set[str]:
+        """Stack experts with modules of their own."""
+        names = {n: m for n in self.sizes if (m := _EXPERT.fullmatch(n)) and m[1] == parent}
+        by_place = {(int(m[2]), _LIKE.get(m[3], m[3])): n for n, m in names.items()}
+        count, ep = 1 + max(i for i, _ in by_place), self.origin["ep"]
+        experts = self._ranges(parent, 0, count) if ep else [(0, count)] * self.n
+        for into, (dim, order) in _EACH_EXPERT.items():
+            parts, one, filled = list[Part](), self.sizes[by_place[0, order[0]]], [0] * self.n
+            axis = len(one) + dim
+            for i in range(count):
+                filled = [0] * self.n
+                for of in order:
+                    name = by_place[i, of]
+                    shape = self.sizes[name]
+                    ranges = [(0, shape[axis])] * self.n if ep else self._ranges(name, axis, shape[axis])
+                    each = list(zip(experts, ranges, strict=True))
+                    boxes = tuple(_cut(shape, axis, ends) if a <= i < b else None for (a, b), ends in each)
+                    inner = ([f if d == axis else 0 for d in range(len(shape))] for f in filled)
+                    at = tuple((i - a, *place) for (a, _), place in zip(experts, inner, strict=True))
+                    parts.append(Part(name, boxes, at))
+                    filled = [f + b - a for f, (a, b) in zip(filled, ranges, strict=True)]
+            sizes = ([f if d == axis else n for d, n in enumerate(one)] for f in filled)
+            shapes = tuple((b - a, *size) for (a, b), size in zip(experts, sizes, strict=True))
+            self._hold(f"{parent}.{into}", dtype, shapes, tuple(parts), low=True)
+        return set(names)
+
+    # --- tensors
+
+    def _put(self, name: str, pieces: list[_Piece], dtype: str, *, low: bool = False) -> None:
+        """Add a tensor of pieces of the model's, behind each other in the dim that ranks split."""
+        shape = self.sizes[pieces[0][0]]
+        axis = next((dim for _, dim, _ in pieces if dim is not None), 0)
+        filled, parts = [0] * self.n, []
+        for of, _, ranges in pieces:
+            size = self.sizes.get(of, shape)
+            each = ranges or [(0, size[axis])] * self.n if size else []
+            boxes = [_cut(size, axis, ends) if ends[0] < ends[1] else None for ends in each] or [whole(())] * self.n
+            at = [tuple(filled[r] if d == axis else 0 for d in range(len(size))) for r in range(self.n)]
+            filled = [a + b - c for a, (c, b) in zip(filled, each, strict=True)] if each else filled
+            if any(box is not None for box in boxes):
+                parts.append(Part(of, tuple(boxes), tuple(at)))
+        shapes = tuple(tuple(filled[r] if d == axis else n for d, n in enumerate(shape)) for r in range(self.n))
+        self._hold(name, dtype, shapes, tuple(parts), low=low)
+
+    def _hold(self, name: str, dtype: str, shapes: tuple[Numbers, ...], parts: tuple[Part, ...], *, low: bool) -> None:
+        scale = None
+        if low and dtype in EIGHT_BITS:
+            dims = max(len(self.sizes[p.of]) for p in parts if p.of)
+            scale = Scale(f"{name}_scale_inv", ((1,) * (dims - 2) + tuple(self.origin["block"])))
+        self.tensors[name] = Held(dtype, shapes, parts, scale)
+
+
+def _cut(shape: Numbers, dim: int, ends: Range) -> tuple[Numbers, Numbers]:
+    begin, end = ends
+    offset = tuple(begin if d == dim else 0 for d in range(len(shape)))
+    return offset, tuple(end - begin if d == dim else n for d, n in enumerate(shape))
+
+
+def _chunks(size: int, n: int) -> list[Range]:
+    """Return torch.chunk's pieces, of which the last ones may be shorter or empty."""
+    one = -(-size // n)
+    return [(min(size, r * one), min(size, (r + 1) * one)) for r in range(n)]
+
+
+def _wide(dtype: str) -> str:
+    return "bfloat16" if dtype in EIGHT_BITS else dtype
