@@ -44,8 +44,8 @@ MESHES: dict[str, dict[str, Any]] = {
 def chunked(program: Program) -> int:
     """Lines in chunks; nothing else is as large as logits."""
     lines = [n for s in program.stages for n in calls(s.graph)]
-    assert not [n for n in lines if n.target in (ops.nll, ops.nll_parts, ops.largest)]
-    return sum(n.target in (ops.linear_nll, ops.in_chunks) for n in lines)
+    assert not [n for n in lines if n.target in (ops.nll, ops.nll_stats, ops.largest)]
+    return sum(n.target is ops.in_chunks for n in lines)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -119,7 +119,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 #: Calls for split classes, where there are more than one.
-CALLS = {"smoothed": 2, "soft cap": 2, "of probabilities": 2, "divergence": 3, "log-probabilities": 3}
+CALLS = {"smoothed": 2, "of probabilities": 2, "divergence": 3, "log-probabilities": 3}
 CALLS |= {"entropy and z": 4, "all elements": 3}
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "mean": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1),
@@ -289,8 +289,12 @@ def test_bf16_rounds_as_little_as_in_one() -> None:
 
     def chunked(chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
         def loss(a: Tensor, b: Tensor) -> Tensor:
-            stats = ops.linear_nll(a, b, None, y, None, (), 64, -100, chunks, torch.float32)
-            return ops.nll_alone(stats, y).sum()
+            body = (
+                ("aten.linear.default", ("%0", "%2"), ()),
+                ("aten._to_copy.default", ("%3",), (("dtype", torch.float32),)),
+                ("ops.nll", ("%4", "%1"), ()),
+            )
+            return ops.in_chunks(chunks, body, ((5, 0),), (a, y), (b,), None)[0].sum()
 
         return loss
 
