@@ -1,8 +1,7 @@
-"""Convert checkpoints from and to the format of torch.distributed.checkpoint, one slice at a time."""
+"""Write checkpoints in the format of torch.distributed.checkpoint, one tensor at a time."""
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from pathlib import Path
@@ -15,29 +14,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardc.errors import ShardcError
-from shardc.ir.mesh import Mesh
-from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import torch_format
-from shardc.runtime.state.boxes import Box
 from shardc.runtime.state.checkpoint_folder import check_files, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index
-from shardc.runtime.state.saving import Plan, Saves
 from shardc.runtime.storage import disk_calls
-
-
-def import_checkpoint(folder: Path, new: Path) -> str:
-    """Convert a checkpoint of torch.distributed.checkpoint; return a line about it. Raises ShardcError."""
-    index, left = torch_format.read(folder)
-    facts = {"model": index.model, "program": "", "mesh": index.mesh, "extra": index.extra}
-    plan = Plan({**facts, "optimizer": index.optimizer})
-    for key, x in index.tensors.items():
-        plan.add(key, x.dtype, x.shape, (), lambda: torch.empty(0))  # also one without elements
-        for s in x.slices:
-            read = functools.partial(read_box, folder, index, key, s.offset, s.shape)
-            plan.add(key, x.dtype, x.shape, [Box.alone(s.offset, s.shape)], functools.lru_cache(maxsize=1)(read))
-    loopback(Mesh.of({"dp": 1}), lambda mesh: Saves(mesh).save(new, lambda: plan))
-    out = f"; left out, as they are not tensors of the model or its optimizer: {', '.join(left[:5])}" if left else ""
-    return f"{len(plan.tensors)} tensors of {folder}{out}"
 
 
 class _Planner(DefaultSavePlanner):

@@ -59,8 +59,8 @@ def last_in(folder: Path) -> Path | None:
     return max(((int(match[1]), x) for match, x in steps if match and is_torch(x)), default=(0, None))[1]
 
 
-def read(folder: Path) -> tuple[Index, list[str]]:
-    """Return the index of such a folder, and the keys that it leaves out. Raises ShardcError if it cannot be read."""
+def read(folder: Path) -> Index:
+    """Return the index of such a folder. Raises ShardcError if it cannot be read."""
     metadata = _read_metadata(folder / METADATA)
     try:
         return _index(_Folder(folder, metadata), _read_manifest(folder / MANIFEST))
@@ -115,7 +115,7 @@ class _Folder:
             raise ShardcError(fault, where=str(self.path), fix=fix) from None
 
 
-def _index(folder: _Folder, manifest: Mapping[str, Any] | None) -> tuple[Index, list[str]]:
+def _index(folder: _Folder, manifest: Mapping[str, Any] | None) -> Index:
     keys, facts = folder.tensors, dict[str, Any](manifest or {})
     if manifest is not None:
         tensors = {k: x for k, x in keys.items() if k.startswith(("model.", "optimizer."))}
@@ -136,8 +136,7 @@ def _index(folder: _Folder, manifest: Mapping[str, Any] | None) -> tuple[Index, 
     }
     index = Index("torch", int(extra["step"]), program="", files=tuple(folder.files), tensors=tensors, **facts)
     check_slices(index)
-    used = {id(x) for x in tensors.values()}
-    return index, [k for k, x in keys.items() if id(x) not in used]
+    return index
 
 
 def _plain(name: str) -> str:

@@ -229,7 +229,7 @@ def _in_use(path: Path) -> bool:
 def _exported(folder: Path, *, tied: bool) -> str:
     """Return which files of a run's folder other libraries can load, and how."""
     if isinstance(folder, Url):
-        return f"for other libraries: shardc export MODEL {folder} OUT"
+        return f"no model.safetensors (a store has no file that ranks write together): shardc export MODEL {folder} OUT"
     if (folder / "adapter_config.json").exists():
         return f"adapter_model.safetensors\nload it with peft: PeftModel.from_pretrained(MODEL, {str(folder)!r})"
     if (folder / "config.json").exists():
