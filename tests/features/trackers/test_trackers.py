@@ -17,7 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardc.cli.run import _settings
 from shardc.errors import ShardcError
 from shardc.features.trackers import runtime
+from shardc.ir.mesh import Mesh
 from shardc.runtime.checks.callbacks import Callbacks
+from shardc.runtime.mesh.activity import Activity
 from shardc.spec import Run
 
 LINES: list[dict[str, Any]] = [
@@ -31,7 +33,8 @@ def tracked(
     name: str, extra: dict[str, Any], log: Path, *, begun: int = 0, goes_on: bool = False, state: str = "finished"
 ) -> list[runtime.Tracker]:
     """Run all moments of a run in a tracker."""
-    engine = SimpleNamespace(extra=extra, mesh=SimpleNamespace(rank=0), step_count=2)
+    mesh = SimpleNamespace(rank=0, activity=Activity(), layout=Mesh.of({"dp": 2}))
+    engine = SimpleNamespace(extra=extra, mesh=mesh, step_count=2)
     trackers = runtime.make([name])
     callbacks = Callbacks(trackers)
     facts = {
