@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from shardc.artifact.emit import target_text
-from shardc.ir.graph import calls, copy_graph, reorder, source_of, value_of
+from shardc.ir.graph import copy_graph, reorder, source_of, value_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.passes.base import Pass
@@ -40,14 +40,13 @@ SCORE_CHUNKS, SCORE_LOGITS = 8, 2**24
 
 @dataclass(frozen=True)
 class LossChunks(Pass):
-    """Computes the losses after linear layers in `loss.chunks` chunks. Notes those for which it cannot."""
+    """Computes the losses after linear layers in `loss.chunks` chunks. ClassRows notes those for which it cannot."""
 
     def applies(self, program: Program) -> bool:
         return self.spec.loss.chunks > 1 or self.options.forward == "score"
 
     def run(self, program: Program) -> Program:
-        stages, notes, reached = [], [], False
-        noted = any(where(self) in note for note in program.notes)
+        stages, notes, reached = [], program.notes, False
         for stage in program.stages:
             graph = copy_graph(stage.graph)
             logits = heads(graph, moved=False)
@@ -55,16 +54,12 @@ class LossChunks(Pass):
                 reached = True
                 number = max(self._number(n, program.mesh) for n in logits.wide if n.target is aten.linear.default)
                 _in_chunks(graph, logits, number)
-            for n in calls(graph):
-                if n.target in (ops.nll, ops.nll_stats) and not noted:
-                    why = [f"{end.name} reads its logits too" for end in logits.refused.values()]
-                    why = why or ["its input is not the result of a linear layer"]
-                    notes.append(f"{where(self)} does not reach {source_of(n)}: {why[-1]}")
             graph.lint()
             stages.append(replace(stage, graph=graph))
-        if self.spec.loss.chunks > 1 and not (reached or notes or noted):
-            notes.append(f"{where(self)} finds no loss of a linear layer's classes: nothing is computed in chunks")
-        return replace(program, stages=tuple(stages), notes=(*program.notes, *notes))
+        if self.spec.loss.chunks > 1 and not reached and not any(where(self) in note for note in notes):
+            none = f"{where(self)} finds no loss of a linear layer's classes: nothing is computed in chunks"
+            notes = (*notes, none)
+        return replace(program, stages=tuple(stages), notes=notes)
 
     def _number(self, linear: fx.Node, mesh: Mesh) -> int:
         """Return the number of chunks: the spec's, or for a score such that a rank holds few logits at a time."""
