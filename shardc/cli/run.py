@@ -250,7 +250,8 @@ def _summary(run: dict[str, Any], *, tied: bool) -> str:
         lines += [f"stopped early after step {run['step']}: {run['best']['stale']} evaluations brought nothing better"]
     if best := run["best"]:
         where = f" after step {best['step']}" if "step" in best else ""
-        path = f": {best['checkpoint']} (export it: shardc export --best)" if best["checkpoint"] else ""
+        path = " (saved before the resume, to another folder)" if "step" in best else ""
+        path = f": {best['checkpoint']} (export it: shardc export --best)" if best["checkpoint"] else path
         lines += [f"best held-out {best['metric']} {best['value']:.4g}{where}{path}"]
     if run["skipped"]:
         lines += [f"{run['skipped']} of {run['steps']} updates were left out: their loss or gradient was nan or inf"]
