@@ -17,23 +17,24 @@ from shardc.errors import ShardcError
 from shardc.runtime.state import torch_format
 from shardc.runtime.state.checkpoint_folder import check_files, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index
-from shardc.runtime.storage import disk_calls
 
 
 class _Planner(DefaultSavePlanner):
     """Reads a tensor when it is written. Names and shapes are known before."""
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Path, index: Index, facts: str) -> None:
         super().__init__()
-        self._path, self._index = path, index
+        self._path, self._index, self._facts = path, index, facts
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn == torch_format.FACTS:
+            return self._facts
         shape = self._index.tensors[index.fqn].shape
         return read_box(self._path, self._index, index.fqn, (0,) * len(shape), shape)
 
 
 def export_checkpoint(path: Path, new: Path) -> str:
-    """Write a checkpoint in the format of torch.distributed.checkpoint, with manifest.json beside it.
+    """Write a checkpoint in the format of torch.distributed.checkpoint, with shardc's facts as one more value.
 
     One tensor is in memory at a time. Raises ShardcError for a damaged checkpoint.
     """
@@ -42,10 +43,9 @@ def export_checkpoint(path: Path, new: Path) -> str:
         raise ShardcError("the folder is not empty", where=str(new), fix="name a new one")
     check_files(path, index)
     forms: dict[str, Any] = {k: torch.empty(x.shape, dtype=x.dtype, device="meta") for k, x in index.tensors.items()}
+    facts = {"model": index.model, "mesh": index.mesh, "extra": index.extra, "optimizer": index.optimizer}
+    planner = _Planner(path, index, json.dumps(facts))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there are no other ranks
-        save(forms, storage_writer=FileSystemWriter(new), planner=_Planner(path, index), no_dist=True)
-    facts = {"format": torch_format.MANIFEST_FORMAT, "model": index.model, "mesh": index.mesh, "extra": index.extra}
-    facts |= {"optimizer": index.optimizer} if index.optimizer is not None else {}
-    disk_calls.write_file(new / torch_format.MANIFEST, json.dumps(facts, indent=2).encode() + b"\n")
+        save(forms | {torch_format.FACTS: ""}, storage_writer=FileSystemWriter(new), planner=planner, no_dist=True)
     return f"{len(index.tensors)} tensors of {path}"

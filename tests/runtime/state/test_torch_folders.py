@@ -230,11 +230,14 @@ def test_no_code_in_it_is_run(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("manifest", ["", "[]", '{"format": 2}', '{"format": 1, "extra": 3}'])
-def test_another_manifest_is_an_error(folder: Path, manifest: str) -> None:
-    (folder / "manifest.json").write_text(manifest)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("facts", ["", "[]", '{"extra": 3}', '{"extra": {}, "optimizer": 3}'])
+def test_wrong_facts_are_an_error(tmp_path: Path, facts: str) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save({"model.up": torch.ones(2), "shardc": facts}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(ShardcError, match="it cannot be read"):
-        read_index(folder)
+        read_index(tmp_path / "c")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
