@@ -176,6 +176,8 @@ def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any]
         logits, labels = (values[n.name] for n in operands[:2])
         classes = args[4] if target is ops.nll_stats else logits.shape[1 if logits.dim() > 1 else 0]
         return label_error(outside(labels, int(str(classes)), -100) or message, where)
+    if target is ops.in_chunks and message.startswith("target "):  # of `check_range`
+        return label_error(message, where)
     fix = "compare the ids in the batch with the sizes of the tables that they index"
     return OutOfRangeError(f"an index is out of range: {message}", where=where, fix=fix)
 

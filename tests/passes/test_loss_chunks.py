@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.errors import ShardcError
 from shardc.ir.graph import calls
 from shardc.ir.program import Program
 from shardc.runtime import ops
@@ -316,3 +317,14 @@ def test_it_is_written_and_read(tmp_path: Path) -> None:
     assert str(again) == str(first)
     one, other = (simulate(p, model, batch()) for p in (first, again))
     assert all(torch.equal(one.grads[n], other.grads[n]) for n in one.grads)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_label_that_is_no_class_is_named(tp: int) -> None:
+    model, (x, y) = Head(LOSSES["mean"]), batch()
+    spec = {"shardc": 1, "mesh": {"tp": tp}, "shard": {"head": "column"}, "uneven": "pad", **CHUNKS}
+    program = shardc.compile(model, (x, y), spec, prove=False)
+    y = y.clone()
+    y[4, 4] = 40
+    with pytest.raises(ShardcError, match=r"a label is not a class: target 40(.|\n)*labels are classes"):
+        simulate(program, model, (x, y))
