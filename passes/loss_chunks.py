@@ -3,17 +3,11 @@
     before   logits = linear(h, w)                           bf16[16384, 128256]     (class_rows.py makes such rows)
              logits_f32 = _to_copy(logits, dtype=float32)
              nll = nll(logits_f32, labels)                   f32[16384]
-    after    nll_stats = linear_nll(h, w, None, labels, ..., 8, float32)      f32[2, 16384]
-             nll = nll_alone(nll_stats, labels)
+    after    nll, = in_chunks(8, ... linear, _to_copy, nll ..., (h, labels), (w,))
 
-With split classes (vocabulary parallel), `linear_nll` returns each rank's own normaliser, and the sums over ranks stay:
-
-    before   top = all_reduce_max(nll_max(logits))           after    top = all_reduce_max(nll_top(nll_stats))
-             parts = all_reduce(nll_parts(logits, .., top))           parts = all_reduce(nll_exp(nll_stats, top))
-             nll = nll_join(parts, labels)                            nll = nll_join(parts, labels, -100, top)
-
-All other ops on rows of classes are put into calls of `in_chunks`: one for those that need nothing of others, one for
-those that need sums over ranks of these, and so on. Each call computes the product once more.
+Ops on rows of classes are put into calls of `in_chunks`: one for those that need nothing of others, one for those that
+need sums over ranks of these, and so on. Each call computes the product once more. A cross entropy has one call, also
+with split classes (vocabulary parallel).
 
     before   top = all_reduce_max(largest(logits))       after    most, = in_chunks(8, ... largest ..., (h,), (w,))
              sums = sum_exp(logits, top)                          sums, = in_chunks(8, ... sum_exp ..., (h, top), (w,))
@@ -31,10 +25,8 @@ import torch
 from torch import fx
 
 from shardc.artifact.emit import target_text
-from shardc.ir.graph import calls, copy_graph, reorder, source_of, value_of
+from shardc.ir.graph import copy_graph, reorder, source_of, value_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import Value
-from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes.base import Pass
 from shardc.passes.class_rows import Heads, heads, where
@@ -48,36 +40,26 @@ SCORE_CHUNKS, SCORE_LOGITS = 8, 2**24
 
 @dataclass(frozen=True)
 class LossChunks(Pass):
-    """Computes the losses after linear layers in `loss.chunks` chunks. Notes those for which it cannot."""
+    """Computes the losses after linear layers in `loss.chunks` chunks. ClassRows notes those for which it cannot."""
 
     def applies(self, program: Program) -> bool:
         return self.spec.loss.chunks > 1 or self.options.forward == "score"
 
     def run(self, program: Program) -> Program:
-        stages, notes, reached = [], [], False
-        noted = any(where(self) in note for note in program.notes)
+        stages, notes, reached = [], program.notes, False
         for stage in program.stages:
             graph = copy_graph(stage.graph)
-            for node in [n for n in calls(graph) if n.target in (ops.nll, ops.nll_parts)]:
-                chain = _Chain(node)
-                if chain.linear is not None:
-                    reached = True
-                    _Writer(graph, chain, program.mesh, self._number(chain.linear, program.mesh)).run()
             logits = heads(graph, moved=False)
             if logits.reducers:
                 reached = True
                 number = max(self._number(n, program.mesh) for n in logits.wide if n.target is aten.linear.default)
                 _in_chunks(graph, logits, number)
-            for n in calls(graph):
-                if n.target in (ops.nll, ops.nll_parts) and not noted:
-                    why = [f"{end.name} reads its logits too" for end in logits.refused.values()]
-                    why = why or ["its input is not the result of a linear layer"]
-                    notes.append(f"{where(self)} does not reach {source_of(n)}: {why[-1]}")
             graph.lint()
             stages.append(replace(stage, graph=graph))
-        if self.spec.loss.chunks > 1 and not (reached or notes or noted):
-            notes.append(f"{where(self)} finds no loss of a linear layer's classes: nothing is computed in chunks")
-        return replace(program, stages=tuple(stages), notes=(*program.notes, *notes))
+        if self.spec.loss.chunks > 1 and not reached and not any(where(self) in note for note in notes):
+            none = f"{where(self)} finds no loss of a linear layer's classes: nothing is computed in chunks"
+            notes = (*notes, none)
+        return replace(program, stages=tuple(stages), notes=notes)
 
     def _number(self, linear: fx.Node, mesh: Mesh) -> int:
         """Return the number of chunks: the spec's, or for a score such that a rank holds few logits at a time."""
@@ -141,7 +123,7 @@ class _Body:
             )
             for n in inside
         )
-        outputs = tuple((int(at[n][1:]), int(n.target is ops.nll_parts)) for n in reducers)
+        outputs = tuple((int(at[n][1:]), int(n.target is ops.nll_stats)) for n in reducers)
         args = (chunks, body, outputs, tuple(self.rows), tuple(self.whole), self.mesh)
         kwargs: dict[str, Any] = {} if trains else {"trains": False}
         source = source_of(reducers[-1])
@@ -163,7 +145,8 @@ class _Body:
                 self._behind(x, inside)
             elif n.target is aten.linear.default:
                 (self.whole if i else self.rows)[x] = None
-                if not i and x.kwargs.get("overlap"):  # the product is not one op any more
+                alone = not any(multiplies(u, x) for u in x.users if u not in self.logits.wide)
+                if not i and x.kwargs.get("overlap") and alone:  # the product is not one op any more
                     x.kwargs = {k: v for k, v in x.kwargs.items() if k != "overlap"}
             elif x is not self.mesh:
                 sizes = value_of(x).shape
@@ -175,105 +158,3 @@ def _named(x: Any, at: dict[fx.Node, str]) -> Any:
     if isinstance(x, fx.Node):
         return at[x]
     return type(x)([_named(y, at) for y in x]) if isinstance(x, (list, tuple)) else x
-
-
-class _Chain:
-    """The ops between a linear layer and a loss of class indices.
-
-    linear: the layer; None: something else is before the loss, or reads the logits too. cast: of its result, if any.
-    padding: the op that fills padded classes, if any; it comes last. dtype: of the logits in the loss.
-    """
-
-    def __init__(self, loss: fx.Node) -> None:
-        self.loss = loss
-        self.linear: fx.Node | None = None
-        self.padding: fx.Node | None = None
-        self.cast: fx.Node | None = None
-        at: Any = loss.args[0]
-        self.dtype = value_of(at).dtype
-        readers = {loss} | {u for u in at.users if loss.target is ops.nll_parts and u.target is ops.nll_max}
-        if at.target is ops.fill_padding and set(at.users) == readers:
-            self.padding, readers, at = at, {at}, at.args[0]
-        if at.target is aten._to_copy.default and set(at.kwargs) == {"dtype"} and set(at.users) == readers:
-            self.cast, readers, at = at, {at}, at.args[0]
-        if at.target is aten.linear.default and len(value_of(at).shape) == 2 and set(at.users) == readers:
-            self.linear = at
-
-
-@dataclass
-class _Writer:
-    graph: fx.Graph
-    chain: _Chain
-    mesh: Mesh
-    chunks: int
-
-    def run(self) -> None:
-        loss, linear = self.chain.loss, self.chain.linear
-        assert linear is not None
-        x, weight, *rest = linear.args
-        assert isinstance(x, fx.Node)
-        last = self.chain.padding or self.chain.cast or linear
-        with self.graph.inserting_before(next(n for n in self.graph.nodes if n in last.users)):
-            stats = self._stats(x, weight, rest[0] if rest else None)
-        if x.kwargs.get("overlap") and not any(multiplies(u, x) for u in x.users if u is not linear):
-            x.kwargs = {k: v for k, v in x.kwargs.items() if k != "overlap"}  # the product is not one op any more
-        if loss.target is ops.nll:
-            _, target, *ignore = loss.args
-            loss.target, loss.args = ops.nll_alone, (stats, target, *ignore)
-        else:
-            self._split(stats)
-        for n in (self.chain.padding, self.chain.cast, linear):
-            if n is not None:
-                self.graph.erase_node(n)
-
-    def _stats(self, rows: fx.Node, weight: Any, bias: Any) -> fx.Node:
-        loss, padding = self.chain.loss, self.chain.padding
-        mesh = next(n for n in self.graph.nodes if n.name == "mesh")
-        value = value_of(self.chain.loss)
-        if loss.target is ops.nll:
-            _, target, *rest = loss.args
-            assert self.chain.linear is not None
-            classes = value_of(self.chain.linear).shape[-1]
-            digits, ignore = (), rest[0] if rest else -100
-            value = _stacked_type(value)
-        else:
-            _, target, _, _, digits, classes, *rest = loss.args  # type: ignore[assignment]
-            ignore = rest[0] if rest else -100
-        args: tuple[Any, ...] = (
-            rows,
-            weight,
-            bias,
-            target,
-            mesh,
-            digits,
-            classes,
-            ignore,
-            self.chunks,
-            self.chain.dtype,
-        )
-        if padding is not None:
-            args = (*args, tuple(padding.args[2:]))
-        new = self.graph.create_node("call_function", ops.linear_nll, args, name=f"{loss.name}_stats")
-        new.meta = {"value": value, "source": source_of(loss)}
-        return new
-
-    def _split(self, stats: fx.Node) -> None:
-        """Rewrite the sums over ranks, so that they read each rank's own statistics."""
-        parts = self.chain.loss
-        _, target, top, _mesh, _digits, _classes, *_ = parts.args
-        assert isinstance(top, fx.Node)
-        largest = top.args[0]
-        assert isinstance(largest, fx.Node)
-        assert largest.target is ops.nll_max
-        largest.target, largest.args = ops.nll_top, (stats,)
-        parts.target, parts.args = ops.nll_exp, (stats, top)
-        (total,) = parts.users
-        (join,) = total.users
-        assert join.target is ops.nll_join
-        join.args = (total, target, join.args[2] if len(join.args) > 2 else -100, top)
-
-
-def _stacked_type(v: Value) -> Value:
-    """Return the type of two such values, stacked along a new first dim."""
-    items = ((a, replace(p, dim=p.dim + 1) if isinstance(p, Shard) else p) for a, p in v.layout.items)
-    return Value((2, *v.shape), v.dtype, v.requires_grad, Layout(tuple(items)))

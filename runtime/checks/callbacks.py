@@ -33,13 +33,17 @@ class Callbacks(list[Any]):
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         super().__init__(callbacks)
         for i, one in enumerate(self):
-            fault = fix = ""
+            fault, fix, none = "", ", ".join(MOMENTS), not any(hasattr(one, moment) for moment in MOMENTS)
             if inspect.isclass(one):
                 fault, fix = f"this is the class {one.__name__}, not an object", f"write {one.__name__}()"
-            elif not any(hasattr(one, moment) for moment in MOMENTS) and not callable(one):
-                near = {m: n for m in dir(one) if not m.startswith("_") and (n := nearest(m, MOMENTS))}
-                fix = "".join(f"did you mean {n!r} by {m!r}? " for m, n in near.items()) + f"{', '.join(MOMENTS)}"
-                fault = f"a {type(one).__name__} has none of the methods that a run calls, and is no function"
+            elif not (none and callable(one)):
+                near = _misspelt(one)
+                if none:
+                    fault = f"a {type(one).__name__} has none of the methods that a run calls, and is no function"
+                elif near:
+                    fault = f"nothing calls {', '.join(near)} of a {type(one).__name__}"
+                    fix += "; a name that begins with _ is yours"
+                fix = "".join(f"did you mean {m!r} by {n!r}? " for n, m in near.items() if m) + fix
             if fault:
                 raise ShardcError(fault, where=f"callbacks[{i}]", fix=fix)
 
@@ -48,10 +52,26 @@ class Callbacks(list[Any]):
         for one in self:
             is_function = moment == "step_done" and not any(hasattr(one, m) for m in MOMENTS)
             method = one if is_function else getattr(one, moment, None)
-            if method is None or (getattr(one, "rank0", False) and engine.mesh.rank):
+            mesh, alone = engine.mesh, getattr(one, "rank0", False)
+            if method is None or (alone and mesh.rank):
                 continue
+            mesh.activity.callback = name = f"{getattr(one, '__name__', type(one).__name__)}, {moment}"
+            mesh.activity.alone = alone and mesh.layout.world > 1
             try:
                 method(engine, facts)
             except Exception as e:
-                add_note(e, f"in the callback {getattr(one, '__name__', type(one).__name__)}, {moment}")
+                add_note(e, f"in the callback {name}")
                 raise
+            finally:
+                mesh.activity.callback, mesh.activity.alone = "", False
+
+
+def _misspelt(one: Any) -> dict[str, str]:
+    """Return methods of a callback that look as if a run called them, and the moment that each may mean."""
+    others, near = [m for m in MOMENTS if not hasattr(one, m)], dict[str, str]()
+    for name in dir(one):
+        event = name.startswith("on_")
+        if not name.startswith("_") and name not in MOMENTS and callable(inspect.getattr_static(one, name, None)):
+            moment = nearest(name.removeprefix("on_"), others, cutoff=0.5 if event else 0.75)
+            near |= {name: moment} if moment or event else {}
+    return near

@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch.distributed.distributed_c10d as c10d
 
+from shardc.errors import ShardcError
 from shardc.ir.source import models_frame
 
 
@@ -19,12 +20,14 @@ class Activity:
 
     doing: "step 5", during which ranks may wait for each other; outside of it the last one. action: of a pipeline's
     schedule, "at 1F1 of the schedule: stage 1, microbatch 1". collective: the last one that began, "all_reduce 'h.0'
-    over tp". count: of all collectives. note: called with the text whenever it changes.
+    over tp". count: of all collectives. note: called with the text whenever it changes. callback: the user's that runs
+    now; alone: on this rank only, so that it can have no collective.
     """
 
     def __init__(self) -> None:
-        self.doing = self.action = ""
-        self.inside, self.count = False, 0
+        self.doing = self.action = self.callback = ""
+        self.inside = self.alone = False
+        self.count = 0
         self._failed = ""  # where the rank failed; shown until it goes on
         self._last: tuple[str, tuple[str, ...], str] | None = None
         self.note: Callable[[str], None] = lambda _: None
@@ -52,7 +55,11 @@ class Activity:
         self._write()
 
     def begin(self, kind: str, axes: tuple[str, ...], tag: str) -> None:
-        """Record the start of a collective."""
+        """Record the start of a collective. Raises ShardcError in a callback of this rank alone."""
+        if self.alone:
+            fix = "leave out rank0 = True, and write `if engine.mesh.rank == 0:` around what prints or logs alone"
+            fault = "it runs on the first rank alone (rank0 = True), and this call needs all ranks"
+            raise ShardcError(fault, where=f"the callback {self.callback}", fix=fix)
         self.count += 1
         self._last = kind, axes, tag
         self._write()

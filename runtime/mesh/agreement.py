@@ -158,6 +158,8 @@ def check(
     layout: Mesh = mesh.layout
     if layout.world == 1:
         return []
+    if mesh.activity.callback:
+        call = f"{call} in {mesh.activity.callback}"
     facts = [stated("the call of this rank", call, fix=SAME_CALLS), *facts]
     vector = [number for f in facts for number in _vector(f, mesh)]
     sums = mesh.sum_on_host(vector[:ROOM] + [0] * (ROOM - len(vector)))

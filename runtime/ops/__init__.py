@@ -14,7 +14,7 @@ attention/        with dropout, or of a part of the queries: blocks; ring: also 
                   rows see; held: which of them a rank has, and a mask shows
 experts/          mixtures of experts
 factors           which arguments of a product are its input, weight and bias
-linear_nll        a linear layer and its cross entropy in chunks of rows; in_chunks: any ops on rows of classes
+in_chunks         a linear layer and ops on its rows of classes, such as losses, in chunks of rows
 along_split_dim   cumulative sums and convolutions along a split dim
 extremum          the largest element along split dims
 softmax_parts     a softmax's normaliser over split dims
@@ -63,17 +63,16 @@ from shardc.runtime.ops.experts.products import experts, experts_apply
 from shardc.runtime.ops.extremum import extremum, ties, top
 from shardc.runtime.ops.host_handle import offload_start, offload_wait, reload_start, reload_wait
 from shardc.runtime.ops.in_chunks import in_chunks
-from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
     batch_stat,
     embedding_partial,
     fill_padding,
     gather_partial,
     nll,
-    nll_alone,
     nll_join,
-    nll_max,
     nll_parts,
+    nll_stats,
+    nll_top,
     partial_mean,
     select_partial,
     summed,
@@ -133,14 +132,11 @@ __all__ = [
     "in_chunks",
     "largest",
     "launch",
-    "linear_nll",
     "log_sum",
     "nll",
-    "nll_alone",
-    "nll_exp",
     "nll_join",
-    "nll_max",
     "nll_parts",
+    "nll_stats",
     "nll_top",
     "offload_start",
     "offload_wait",

@@ -6,19 +6,22 @@
 The body has lines (op, arguments, keyword arguments). `%i` is a value: first the tensors with rows, of which a chunk
 has a part along dim 0, then the whole ones, then the results of the lines; `%mesh` is the mesh. Backward computes the
 lines of a chunk again, under autograd, and adds up gradients of whole tensors in float32 at least. So only the operands
-are saved, and products are computed twice.
+are saved, and products are computed twice. Gradients of products are added in place, and a cross entropy of nothing but
+a product works in the memory of its logits: a rank holds one chunk of them.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.ops.local_math import Mesh
+from shardc.runtime.ops.local_math import Mesh, nll, nll_overwriting, nll_stats
 from shardc.runtime.ops.opaque import op_of
 from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import OpOverload
@@ -37,7 +40,10 @@ _REDUCE: dict[Any, int] = {
     **dict.fromkeys((aten.argmax.default, aten.gather.default, "largest", "partial_mean"), 1),
     **{"sum_exp": 2, "gather_partial": 3},
 }
-_LOSSES = {"nll", "nll_max", "nll_parts"}
+_LOSSES = {"nll", "nll_stats"}
+#: Losses that may take the memory of their logits, if only such lines are before them.
+_IN_PLACE: dict[Any, Any] = {nll: nll_overwriting, nll_stats: functools.partial(nll_stats, overwrite=True)}
+_NOT_SAVED = {"aten.linear.default", "aten._to_copy.default", "ops.fill_padding", "ops.nll", "ops.nll_stats"}
 #: A line of a body, and the value that it names by its number.
 Line = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
@@ -85,10 +91,41 @@ def lines(body: Sequence[Line], values: list[Any], mesh: Any) -> Iterator[tuple[
         yield target, of_line, {k: named(v, values, mesh) for k, v in kwargs}
 
 
-def _run(body: Sequence[Line], outputs: Sequence[tuple[int, int]], values: list[Any], mesh: Mesh) -> list[Tensor]:
-    for target, args, kwargs in lines(body, values, mesh):
-        values.append(target(*args, **kwargs))
-    return [values[i] for i, _ in outputs]
+class _Layer(NamedTuple):
+    """The result of a linear layer, and the numbers of its operands."""
+
+    result: Tensor
+    operands: list[int]
+
+
+def _run(
+    body: Sequence[Line], outputs: Sequence[tuple[int, int]], values: list[Any], mesh: Mesh, needs: Sequence[bool] = ()
+) -> tuple[list[Tensor], list[_Layer]]:
+    """Return the results, and the linear layers, whose results are leaves of autograd. needs: of the given values."""
+    layers, read = list[_Layer](), [[int(x[1:]) for x in _names(rest)] for _, *rest in body]
+    given, last = len(values), {i: at for at, of_line in enumerate(read) for i in of_line}
+    results = Counter(i for of_line in read for i in of_line if i >= given)
+    in_place = {name for name, _, _ in body} <= _NOT_SAVED and max(results.values(), default=0) < 2
+    kept = {i for i, _ in outputs}
+    for at, (target, args, kwargs) in enumerate(lines(body, values, mesh)):
+        if target is aten.linear.default:
+            with torch.no_grad():
+                values.append(target(*args, **kwargs))
+            layers.append(_Layer(values[-1].requires_grad_(any(needs[i] for i in read[at] if needs)), read[at]))
+        else:
+            values.append((_IN_PLACE.get(target, target) if in_place else target)(*args, **kwargs))
+        for i in {*read[at]} - kept:
+            if last[i] == at:
+                values[i] = None
+    return [values[i] for i, _ in outputs], layers
+
+
+def _names(x: Any) -> Iterator[str]:
+    """Yield the names of values in an argument."""
+    if isinstance(x, str) and x.startswith("%") and x != "%mesh":
+        yield x
+    for y in x if isinstance(x, (list, tuple)) else ():
+        yield from _names(y)
 
 
 def _forward(*given: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
@@ -96,7 +133,7 @@ def _forward(*given: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     parts = []
     for top in range(0, tensors[0].shape[0], size):
         values = [x[top : top + size] if i < rows else x for i, x in enumerate(tensors)]
-        parts.append(_run(body, outputs, values, mesh))
+        parts.append(_run(body, outputs, values, mesh)[0])
     joined = (torch.cat(xs, dim) for xs, (_, dim) in zip(zip(*parts, strict=True), outputs, strict=True))
     return tuple(joined), given
 
@@ -111,11 +148,10 @@ def _backward(needs: Sequence[bool], *given: Any) -> list[Tensor | None]:
         for i, x in ((i, tensors[i]) for i in wanted)
     }
     for top in range(0, tensors[0].shape[0], size):
+        part = slice(top, top + size)
+        leaves = [x[part].detach().requires_grad_(needs[i]) if i < rows else x for i, x in enumerate(whole)]
         with torch.enable_grad():
-            leaves = [
-                x[top : top + size].detach().requires_grad_(needs[i]) if i < rows else x for i, x in enumerate(whole)
-            ]
-            results = _run(body, outputs, list(leaves), mesh)
+            results, layers = _run(body, outputs, list(leaves), mesh, needs)
         pairs = [
             (y, g.narrow(dim, top, y.shape[dim]))
             for y, g, (_, dim) in zip(results, gs, outputs, strict=True)
@@ -123,13 +159,35 @@ def _backward(needs: Sequence[bool], *given: Any) -> list[Tensor | None]:
         ]
         if not pairs:
             continue
+        of = [x for x in layers if x.result.requires_grad]
         ys, of_ys = zip(*pairs, strict=True)
-        grads = torch.autograd.grad(ys, [leaves[i] for i in wanted], of_ys, allow_unused=True)
-        del results, ys, of_ys, pairs
-        for i, g in zip(wanted, grads, strict=True):
+        sources = [*(leaves[i] for i in wanted), *(x.result for x in of)]
+        grads: list[Any] = list(torch.autograd.grad(ys, sources, of_ys, allow_unused=True))
+        operands = [x.operands for x in of]
+        del results, layers, of, sources, ys, of_ys, pairs
+        for i, g in zip(wanted, grads[: len(wanted)], strict=True):
             if g is not None:
-                (totals[i][top : top + size] if i < rows else totals[i]).add_(g)
+                (totals[i][part] if i < rows else totals[i]).add_(g)
+        for (x, weight, *bias), g in zip(operands, grads[len(wanted) :], strict=True):
+            if g is None:
+                continue
+            if needs[x]:
+                totals[x][part] += g @ tensors[weight]
+            if needs[weight]:
+                _add_product(totals[weight], g.t(), tensors[x][part])
+            for i in bias:
+                if needs[i]:
+                    totals[i] += g.sum(0, dtype=totals[i].dtype)
+        del grads, g  # before the next chunk: they have the memory of its logits
     return [totals[i].to(x.dtype) if i in totals else None for i, x in enumerate(tensors)]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b, which may be in a narrower dtype, to total."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def in_chunks(

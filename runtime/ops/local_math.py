@@ -137,55 +137,69 @@ def nll(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
 
 
-def nll_max(logits: Tensor) -> Tensor:
-    """Return the largest logit of each position over this rank's classes; detached."""
-    return logits.detach().amax(1 if logits.dim() > 1 else 0)
-
-
-def _nll_parts(logits: Tensor, maximum: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+def _nll_stats(logits: Tensor, local: Tensor, here: Tensor, overwrite: bool) -> tuple[Tensor, tuple[Any, ...]]:
     c = 1 if logits.dim() > 1 else 0
-    shifted = logits - maximum.unsqueeze(c)
+    # a rank may have only padding: -inf
+    largest = logits.amax(c, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
     local = local.masked_fill(~here, 0).unsqueeze(c)
-    picked = shifted.gather(c, local).squeeze(c).masked_fill_(~here, 0)
-    exps = shifted.exp_()
-    return torch.stack([exps.sum(c), picked]), (exps, local, here, c)
+    picked = (logits.gather(c, local) - largest).squeeze(c).masked_fill_(~here, 1)
+    exps = (logits.detach().sub_(largest) if overwrite else logits - largest).exp_()
+    return torch.stack([largest.squeeze(c), exps.sum(c), picked]), (exps, local, here, c)
 
 
-def _nll_parts_backward(needs: Any, g: Tensor, exps: Tensor, local: Tensor, here: Tensor, c: int) -> tuple[Tensor]:
-    grad = exps.mul_(g[0].unsqueeze(c))
-    grad.scatter_add_(c, local, torch.where(here, g[1], 0).unsqueeze(c))
+def _nll_stats_backward(needs: Any, g: Tensor, exps: Tensor, local: Tensor, here: Tensor, c: int) -> tuple[Tensor]:
+    grad = exps.mul_(g[1].unsqueeze(c))
+    grad.scatter_add_(c, local, torch.where(here, g[2], 0).unsqueeze(c))
     return (grad,)
 
 
-def nll_parts(
-    logits: Tensor, target: Tensor, maximum: Tensor, mesh: Mesh, digits: Digits, classes: int, ignore_index: int = -100
+def nll_stats(
+    logits: Tensor,
+    target: Tensor,
+    mesh: Mesh,
+    digits: Digits,
+    classes: int,
+    ignore_index: int = -100,
+    *,
+    overwrite: bool = False,
 ) -> Tensor:
-    """Return this rank's summands of the loss: [2, n, ...].
+    """Return what the loss needs of this rank's classes, [3, n, ...]: the largest logit, a sum, the target's logit.
 
-    These are the sum of exp(logit - maximum) over its classes, and the target's logit - maximum, or 0 if another rank
-    has that class. logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `locate`); target [n,
-    ...]: global class indices; maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward
-    works on it in place: it runs once.
+    The sum is of exp(logit - largest). The target's logit is without the largest one too: at most 0; 1 if another rank
+    has that class. The largest one is a constant. logits [n, c/ranks, ...]: this rank's of all `classes`, split by
+    `digits` (see `locate`); target [n, ...]: global class indices. Saves one buffer of the size of the logits.
+    overwrite: the logits' own. Backward works on it in place: it runs once.
     """
     check_range(target, classes, "target", ignore_index)
     local, inside = locate(target, classes, digits, mesh)
     inside = inside & (target != ignore_index)
-    parts: Tensor = with_backward(_nll_parts, _nll_parts_backward, logits, maximum, local, inside)
-    return parts
+    stats: Tensor = with_backward(_nll_stats, _nll_stats_backward, logits, local, inside, overwrite)
+    return stats
 
 
-def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100, top: Tensor | None = None) -> Tensor:
-    """Compute log(sum of exponentials) - target's logit, from the summed parts; 0 where ignored.
+def nll_top(stats: Tensor) -> Tensor:
+    """Return the largest logit of each position over this rank's classes; detached."""
+    return stats[0].detach()
 
-    top [n]: was subtracted from the logits in the exponentials, but not from the targets'.
+
+def nll_parts(stats: Tensor, top: Tensor) -> Tensor:
+    """Return this rank's summands of the loss, [2, n, ...]: sum of exp(logit - top), target's logit - top or 0.
+
+    top [n, ...]: the largest logit over all classes.
     """
-    normaliser = parts[0].log() if top is None else parts[0].log() + top
-    return (normaliser - parts[1]).masked_fill(target == ignore_index, 0)
+    below = stats[0].detach() - top
+    return torch.stack([stats[1] * below.exp(), torch.where(stats[2] > 0, 0, stats[2] + below)])
 
 
-def nll_alone(stats: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """Compute the same from `linear_nll`'s result, where every rank has all classes."""
-    return (stats[0] - stats[1]).masked_fill(target == ignore_index, 0)
+def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """Compute log(sum of exponentials) - target's logit, from the summed parts; 0 where ignored."""
+    return (parts[0].log() - parts[1]).masked_fill(target == ignore_index, 0)
+
+
+def nll_overwriting(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """Compute `nll` of [n, c] in the memory of the logits, which are lost."""
+    stats = nll_stats(logits, target, None, (), logits.shape[1], ignore_index, overwrite=True)
+    return nll_join(stats[1:], target, ignore_index)
 
 
 def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, index: int) -> Tensor:

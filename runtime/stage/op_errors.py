@@ -174,14 +174,16 @@ def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any]
         return lookup_error(fault or message, _input_of(ids), where)
     if node is not None and target in _OF_LABELS:
         logits, labels = (values[n.name] for n in operands[:2])
-        classes = args[5] if target is ops.nll_parts else logits.shape[1 if logits.dim() > 1 else 0]
+        classes = args[4] if target is ops.nll_stats else logits.shape[1 if logits.dim() > 1 else 0]
         return label_error(outside(labels, int(str(classes)), -100) or message, where)
+    if target is ops.in_chunks and message.startswith("target "):  # of `check_range`
+        return label_error(message, where)
     fix = "compare the ids in the batch with the sizes of the tables that they index"
     return OutOfRangeError(f"an index is out of range: {message}", where=where, fix=fix)
 
 
 #: Ops whose second operand is labels.
-_OF_LABELS = {ops.nll, ops.nll_parts, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_OF_LABELS = {ops.nll, ops.nll_stats, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 
 
 def _input_of(node: fx.Node) -> str:

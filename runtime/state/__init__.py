@@ -9,7 +9,7 @@ Keys are the model's own names and the place in the global tensor, never a progr
     checkpoint_folder     the folder of checkpoints: which is the last one; slices, read and checked
     checkpoint_index      index.json: the contents of a checkpoint, checked as untrusted input
     tensor_file           the safetensors format, for files that are written by ranges of bytes
-    torch_format          folders of torch.distributed.checkpoint, read as checkpoints; torch_conversion: in and out
+    torch_format          folders of torch.distributed.checkpoint, read as checkpoints; torch_conversion: out
     fitting               whether names and shapes of tensors fit a program
     parts                 this rank's part of each parameter and buffer; the plain state_dict, from all ranks' parts
     sources               sources of weights: a model, a builder, a state_dict, files

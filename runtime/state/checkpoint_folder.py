@@ -305,7 +305,7 @@ def read_index(path: Path) -> Index:
         return index
     except (FileNotFoundError, NotADirectoryError):
         if torch_format.is_torch(path):
-            return torch_format.read(path)[0]
+            return torch_format.read(path)
         if path.is_dir() and any(re.fullmatch(FILE, n) for n in disk_calls.names(path)):
             raise DamagedError("the index is missing", where=where) from None
         raise none_in(path) from None

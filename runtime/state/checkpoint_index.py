@@ -50,7 +50,8 @@ def _dtype(x: Any) -> torch.dtype:
     return DTYPES[x]
 
 
-def _optimizer(x: dict[str, Any]) -> dict[str, Any]:
+def check_optimizer(x: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of an optimizer. Raises ValueError if they are others."""
     groups, numbers = x.get("groups"), x.get("numbers")
     fits = x.keys() == {"class", "groups", "numbers"} and isinstance(x["class"], str)
     fits = fits and isinstance(groups, list) and all(isinstance(g, dict) for g in groups)
@@ -117,7 +118,7 @@ class Index:
     program: str
     mesh: dict[str, Annotated[int, Field(strict=True, ge=1)]]
     extra: dict[str, Any]
-    optimizer: Annotated[dict[str, Any], AfterValidator(_optimizer)] | None
+    optimizer: Annotated[dict[str, Any], AfterValidator(check_optimizer)] | None
     files: tuple[File, ...] = ()
     tensors: Mapping[str, Stored] = field(default_factory=dict)
 

@@ -2,7 +2,6 @@
 
     DIR/.metadata             a pickle: tensors as boxes, and where their bytes are
     DIR/__0_0.distcp ...      each box as a file of torch.save, one after the other
-    DIR/manifest.json         of shardc (`checkpoint export`): the optimizer's settings, the caller's `extra`
 
 It becomes the `Index` of a checkpoint, whose slices are these boxes: what reads checkpoints reads it too, and a rank
 reads the rows that it needs. `.metadata` is unpickled by an unpickler that makes nothing but fields; the rest is read
@@ -13,6 +12,7 @@ with weights_only=True. Keys become names:
     optimizer.param_groups, .param_groups.up.weight.lr      the optimizer's settings
     train_state.step, or the step of the optimizer          the step
     lr_scheduler, dataloader, ...                           left out
+    shardc                                                  what `checkpoint export` adds: the other facts, as JSON
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state.boxes import Box, Numbers
-from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, check_slices, plain
+from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, check_optimizer, check_slices, plain
 from shardc.runtime.storage import disk_calls
 from shardc.torch_private import FakeTensorMode
 
-METADATA, MANIFEST, MANIFEST_FORMAT = ".metadata", "manifest.json", 1
+METADATA, FACTS = ".metadata", "shardc"
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _LARGEST = 4 << 30
 _STATE = re.compile(r"(?:[\w.]*\.)??optim\w*\.state\.(.+)\.([^.]+)")
@@ -59,11 +59,11 @@ def last_in(folder: Path) -> Path | None:
     return max(((int(match[1]), x) for match, x in steps if match and is_torch(x)), default=(0, None))[1]
 
 
-def read(folder: Path) -> tuple[Index, list[str]]:
-    """Return the index of such a folder, and the keys that it leaves out. Raises ShardcError if it cannot be read."""
+def read(folder: Path) -> Index:
+    """Return the index of such a folder. Raises ShardcError if it cannot be read."""
     metadata = _read_metadata(folder / METADATA)
     try:
-        return _index(_Folder(folder, metadata), _read_manifest(folder / MANIFEST))
+        return _index(_Folder(folder, metadata))
     except ShardcError:
         raise
     except Exception as e:  # a malformed file can have anything anywhere
@@ -115,9 +115,10 @@ class _Folder:
             raise ShardcError(fault, where=str(self.path), fix=fix) from None
 
 
-def _index(folder: _Folder, manifest: Mapping[str, Any] | None) -> tuple[Index, list[str]]:
-    keys, facts = folder.tensors, dict[str, Any](manifest or {})
-    if manifest is not None:
+def _index(folder: _Folder) -> Index:
+    keys, facts = folder.tensors, dict[str, Any]()
+    if FACTS in folder.values:
+        facts = json.loads(folder.value(FACTS))
         tensors = {k: x for k, x in keys.items() if k.startswith(("model.", "optimizer."))}
     else:
         states = {k: (_plain(match[1]), match[2]) for k in keys if (match := _STATE.fullmatch(k))}
@@ -132,12 +133,11 @@ def _index(folder: _Folder, manifest: Mapping[str, Any] | None) -> tuple[Index, 
         "model": str(facts.get("model", "torch.distributed.checkpoint")),
         "mesh": mesh,
         "extra": extra,
-        "optimizer": facts.get("optimizer"),
+        "optimizer": check_optimizer(facts["optimizer"]) if facts.get("optimizer") is not None else None,
     }
     index = Index("torch", int(extra["step"]), program="", files=tuple(folder.files), tensors=tensors, **facts)
     check_slices(index)
-    used = {id(x) for x in tensors.values()}
-    return index, [k for k, x in keys.items() if id(x) not in used]
+    return index
 
 
 def _plain(name: str) -> str:
@@ -270,13 +270,3 @@ def _read_metadata(path: Path) -> Any:
         fault = f"it is a pickle of a {type(metadata).__name__}, not torch's Metadata"
         raise ShardcError(fault, where=str(path), fix="name a checkpoint of torch")
     return metadata
-
-
-def _read_manifest(path: Path) -> dict[str, Any] | None:
-    try:
-        manifest = json.loads(disk_calls.read_file(path, _LARGEST))
-    except FileNotFoundError:
-        return None
-    if manifest.get("format") != MANIFEST_FORMAT:
-        raise ValueError(f"{MANIFEST} is not shardc's: leave it out to read only tensors")
-    return dict(manifest)

@@ -1,4 +1,4 @@
-"""Define `shardc checkpoint`: list, verify, compare, remove and convert checkpoints."""
+"""Define `shardc checkpoint`: list, verify, compare, remove and export checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardc.cli.common import Show, console, reporting
+from shardc.cli.common import console, reporting
 from shardc.cli.options import Command, DebugOption, JsonOption, option
 from shardc.errors import ShardcError
 from shardc.runtime.state import KEEP
@@ -15,12 +15,11 @@ from shardc.runtime.state import KEEP
 if TYPE_CHECKING:
     from shardc.runtime.state.checkpoint_folder import Generation
 
-app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, verify, compare, remove, convert.")
+app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, verify, compare, remove, export.")
 
 Folder = Annotated[
     Path, typer.Argument(help="folder that --save or engine.save wrote, or one checkpoint of it", show_default=False)
 ]
-NewFolder = Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)]
 
 
 @app.command(cls=Command)
@@ -115,7 +114,7 @@ def prune(
 @app.command(cls=Command)
 def export(
     folder: Folder,
-    new: NewFolder,
+    new: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
     to: Annotated[Literal["torch"], option("torch: torch.distributed.checkpoint's format")] = "torch",
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -124,20 +123,8 @@ def export(
     from shardc.runtime.state.torch_conversion import export_checkpoint
 
     with reporting(debug, as_json) as show:
-        _report(show, export_checkpoint(_one(folder), new), new)
-
-
-@app.command("import", cls=Command)
-def import_(old: Folder, new: NewFolder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Convert a checkpoint of torch.distributed.checkpoint, also of an old shardc. No code in it is run."""
-    from shardc.runtime.state.torch_conversion import import_checkpoint
-
-    with reporting(debug, as_json) as show:
-        _report(show, import_checkpoint(old, new), new)
-
-
-def _report(show: Show, what: str, new: Path) -> None:
-    show(f"{what}\nwritten to {new}", {"what": what, "written": str(new)})
+        exported = export_checkpoint(_one(folder), new)
+        show(f"{exported}\nwritten to {new}", {"what": exported, "written": str(new)})
 
 
 def _all(folder: Path) -> list[Generation]:

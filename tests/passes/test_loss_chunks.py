@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.errors import ShardcError
 from shardc.ir.graph import calls
 from shardc.ir.program import Program
 from shardc.runtime import ops
@@ -44,8 +45,8 @@ MESHES: dict[str, dict[str, Any]] = {
 def chunked(program: Program) -> int:
     """Lines in chunks; nothing else is as large as logits."""
     lines = [n for s in program.stages for n in calls(s.graph)]
-    assert not [n for n in lines if n.target in (ops.nll, ops.nll_parts, ops.largest)]
-    return sum(n.target in (ops.linear_nll, ops.in_chunks) for n in lines)
+    assert not [n for n in lines if n.target in (ops.nll, ops.nll_stats, ops.largest)]
+    return sum(n.target is ops.in_chunks for n in lines)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -119,7 +120,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 #: Calls for split classes, where there are more than one.
-CALLS = {"smoothed": 2, "soft cap": 2, "of probabilities": 2, "divergence": 3, "log-probabilities": 3}
+CALLS = {"smoothed": 2, "of probabilities": 2, "divergence": 3, "log-probabilities": 3}
 CALLS |= {"entropy and z": 4, "all elements": 3}
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "mean": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1),
@@ -289,8 +290,12 @@ def test_bf16_rounds_as_little_as_in_one() -> None:
 
     def chunked(chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
         def loss(a: Tensor, b: Tensor) -> Tensor:
-            stats = ops.linear_nll(a, b, None, y, None, (), 64, -100, chunks, torch.float32)
-            return ops.nll_alone(stats, y).sum()
+            body = (
+                ("aten.linear.default", ("%0", "%2"), ()),
+                ("aten._to_copy.default", ("%3",), (("dtype", torch.float32),)),
+                ("ops.nll", ("%4", "%1"), ()),
+            )
+            return ops.in_chunks(chunks, body, ((5, 0),), (a, y), (b,), None)[0].sum()
 
         return loss
 
@@ -312,3 +317,14 @@ def test_it_is_written_and_read(tmp_path: Path) -> None:
     assert str(again) == str(first)
     one, other = (simulate(p, model, batch()) for p in (first, again))
     assert all(torch.equal(one.grads[n], other.grads[n]) for n in one.grads)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_label_that_is_no_class_is_named(tp: int) -> None:
+    model, (x, y) = Head(LOSSES["mean"]), batch()
+    spec = {"shardc": 1, "mesh": {"tp": tp}, "shard": {"head": "column"}, "uneven": "pad", **CHUNKS}
+    program = shardc.compile(model, (x, y), spec, prove=False)
+    y = y.clone()
+    y[4, 4] = 40
+    with pytest.raises(ShardcError, match=r"a label is not a class: target 40(.|\n)*labels are classes"):
+        simulate(program, model, (x, y))

@@ -59,7 +59,7 @@ _BY_DATA = {aten.prod.default, aten.prod.dim_int, aten.cumprod.default}
 #: Torch ops whose derivative depends on the device if they have a dtype argument.
 _BY_DEVICE_AND_DTYPE = {aten.softmax.int, aten.log_softmax.int}
 #: Ops of shardc that consist of torch ops.
-_OF_TORCH = {ops.log_sum, ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops.partial_mean}
+_OF_TORCH = {ops.log_sum, ops.nll, ops.nll_join, ops.nll_parts, ops.partial_mean}
 #: Ops whose results are known by type only: they read buckets, step totals or random numbers.
 _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summed, ops.random}
 #: Ops whose results have as many rows as the router decides; so have results of ops on these.

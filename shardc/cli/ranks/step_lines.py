@@ -83,9 +83,11 @@ class StepLines:
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)
             file = log / "steps.jsonl"
-            if append and file.exists() and (lines := logged(file, begun)):
+            if not append:
+                file.unlink(missing_ok=True)
+            elif file.exists() and (lines := logged(file, begun)):
                 self._last, self._at = json.loads(lines[-1]), file.stat().st_size - len(lines[-1]) - 1
-            self._file = file.open("a" if append else "w", buffering=1)
+            self._file = file.open("a", buffering=1)  # after a cut it goes on at the end
 
     def add(self, line: dict[str, Any], *, always: bool = False) -> None:
         """Log the facts of one step, and print its line if it is due. always: print it in any case."""

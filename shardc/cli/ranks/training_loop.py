@@ -36,6 +36,7 @@ from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
 SAY_AFTER = 10.0  # seconds between two reports on an evaluation
+NONE, FAILED = 0, 2  # what a rank has instead of a batch
 AT_ONCE = 0.5  # seconds in which signals are one: a service manager sends it to all processes, `launch` passes it on
 
 
@@ -259,19 +260,11 @@ class Training:
         """Return the next batch. All ranks decide together to go on: the others would wait for one that stops."""
         if self.stopped:
             self._interrupt()
-        batch, problem = None, None
-        began = time.perf_counter()
-        try:
-            batch = next(stream)
-        except (Exception, SystemExit) as e:  # any error of the user's data(); raised again after the save
-            problem = e
-        let_workers_end()
-        self.waited = time.perf_counter() - began
         with self._save_on_failure(f"synchronizing before step {self.engine.step_count + 1}"):
-            failed = self._agree(problem is not None)
+            batch, problem, having = self._read_batch(stream)
         if self.stopped:
             self._interrupt()
-        if any(failed):
+        if FAILED in having:
             self._read()  # before a rank ends, and the launcher ends all others
             saved = self._save_and_describe()
             if problem is not None:
@@ -279,10 +272,26 @@ class Training:
                 message = f"{place} failed in data(), after step {self.engine.step_count}: {saved}"
                 print(message, file=sys.stderr, flush=True)
                 raise problem
-            ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
+            ranks = self.engine.mesh.layout.named(*(r for r, has in enumerate(having) if has == FAILED))
             fault = f"{ranks} failed in data(), after step {self.engine.step_count}; {saved}"
             raise RankFailedError(fault, where="data", fix="see the error of that rank")
         return batch
+
+    def _read_batch(self, batches: Iterator[Any]) -> tuple[Any, BaseException | None, list[int]]:
+        """Return a batch, the error of data() if one came instead, and what each rank has: NONE, 1, FAILED. Collective.
+
+        NONE: the batches have ended.
+        """
+        batch, problem, has, began = None, None, 1, time.perf_counter()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            has = NONE
+        except (Exception, SystemExit) as e:  # raised again after a save; or a signal has ended the workers that read
+            problem, has = e, FAILED
+        let_workers_end()
+        self.waited = time.perf_counter() - began
+        return batch, problem, self._agree(has)
 
     def _agree(self, state: int) -> list[int]:
         """Return the states of all ranks, and note the signals that came to any of them. Collective."""
@@ -394,16 +403,10 @@ class Training:
         A long evaluation reports its progress: data without end would be read forever. All ranks check first that all
         have a batch: one that ends alone would leave the others in the collectives of a batch that it does not have.
         """
-        mesh, batches, end = self.engine.mesh, islice(valid.one_epoch(), self.settings.eval_batches or None), object()
+        mesh, batches = self.engine.mesh, islice(valid.one_epoch(), self.settings.eval_batches or None)
         began = last_report = time.perf_counter()
         for number in count():
-            batch, problem = end, None
-            try:
-                batch = next(batches, end)
-            except (Exception, SystemExit) as e:  # of the user's data(); or a signal has ended the workers that read
-                problem = e
-            let_workers_end()
-            having = self._agree(2 if problem is not None else batch is not end)
+            batch, problem, having = self._read_batch(batches)
             if self.stopped and any(having):
                 raise _Stopped
             if problem is not None:
@@ -413,7 +416,7 @@ class Training:
                 fault = f"the held-out data of {ended} ended after {number} batches, but others have more"
                 fix = "make data(split, part, parts) return the same number of batches for every part"
                 raise DisagreementError(fault, where="data", fix=fix if valid.local else SAME_BATCH)
-            if batch is end:
+            if not any(having):
                 return
             if self.save_requested:
                 self._save_in_background()

@@ -135,7 +135,7 @@ def run(job: Job) -> dict[str, Any]:
     summary = {
         "model": program.meta.get("model"),
         "mesh": dict(program.mesh.axes),
-        "state": "stopped early" if training.best.stopped else "finished",
+        "state": "stopped early" if training.best.stopped and engine.step_count < training.steps else "finished",
         "steps": done,
         "step": engine.step_count,
         "seconds": round(seconds, 3),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -27,8 +27,9 @@ class Tracker(runtime.Tracker):
         if not hasattr(self._providers[1], "force_flush"):
             sdk, export = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.sdk.trace.export")
             self._providers[1] = sdk.TracerProvider()
-            log = logging.getLogger("opentelemetry")
-            log.propagate, log.handlers = False, [_Errors(self.warn)]
+            log, errors = logging.getLogger("opentelemetry"), logging.Handler(logging.ERROR)  # one for each failed try
+            errors.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign]
+            log.propagate, log.handlers = False, [errors]
             self._providers[1].add_span_processor(export.BatchSpanProcessor(_exporter("traces")))
         self._id, self._gauges = id or uuid.uuid4().hex, dict[str, Any]()
         facts = {f"shardc.{n}": x for n, x in {**runtime.texts(run), "run_id": self._id, "spec": run["spec"]}.items()}
@@ -49,17 +50,6 @@ class Tracker(runtime.Tracker):
         self._span.end()
         for provider in self._providers:
             provider.force_flush()
-
-
-class _Errors(logging.Handler):
-    """Passes on what the client logs for each failed try."""
-
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        super().__init__(logging.ERROR)
-        self._warn = warn
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._warn(record.getMessage())
 
 
 def _exporter(kind: str) -> Any:

@@ -2,12 +2,10 @@
 
 In a text a linear layer and its loss are one op. Its line is read as the model's ops:
 
-    stats = linear_nll(rows, w, None, labels, ...)      linear(rows, w)
-    loss = nll_alone(stats, labels)                     nll(stats, labels)
     parts = in_chunks(8, body, ...)                     the ops of its body, if each works row by row
     top = parts[0]                                      that result
 
-Both are then proven like any other op.
+They are then proven like any other op.
 """
 
 from __future__ import annotations
@@ -40,44 +38,9 @@ def as_ops(text: Text, n: fx.Node) -> Any:
 
 def _as_ops(text: Text, n: fx.Node) -> Any:
     args: Any = n.args
-    if n.target is ops.linear_nll:
-        return _layer(text, n)
     if n.target is operator.getitem and args[0].target is ops.in_chunks:
         return _of_rows(text, args[0], args[1])
-    if n.target is ops.nll_join and len(args) > 3:
-        parts = args[0]
-        while parts.target is not ops.nll_exp and parts.args and isinstance(parts.args[0], fx.Node):
-            parts = parts.args[0]
-        same = parts.target is ops.nll_exp and text.one[parts.args[1]] is text.one[args[3]]
-        return call_key(ops.nll_join, args[:3], n.kwargs, text.one) if same else None
-    stats = args[0] if args else None
-    if not isinstance(stats, fx.Node) or stats.target is not ops.linear_nll:
-        return None
-    of_stats: Any = stats.args
-    weight, labels, mesh, digits, classes, ignore = (of_stats[i] for i in (1, 3, 4, 5, 6, 7))
-    if n.target is ops.nll_top:
-        return call_key(ops.nll_max, (stats,), n.kwargs, text.one)
-    if n.target is ops.nll_exp:
-        return call_key(ops.nll_parts, (stats, labels, args[1], mesh, digits, classes, ignore), n.kwargs, text.one)
-    if n.target is ops.nll_alone:
-        of_line = (text.one[labels], digits, classes, ignore)
-        of_all = (text.one[args[1]], (), value_of(weight).shape[0], args[2] if len(args) > 2 else -100)
-        return call_key(ops.nll, (stats, *args[1:]), n.kwargs, text.one) if of_line == of_all else None
     return None
-
-
-def _layer(text: Text, n: fx.Node) -> Any:
-    """Return the key of a line's last op: of a linear layer, a cast if any, and a fill of padding if any."""
-    args: Any = n.args
-    rows, weight, bias, _, mesh, _, _, _, chunks, dtype, *padding = args
-    if not isinstance(chunks, int):
-        return None
-    key = call_key(aten.linear.default, (rows, weight) if bias is None else (rows, weight, bias), {}, text.one)
-    if value_of(rows).dtype != dtype:
-        key = call_key(aten._to_copy.default, (text.unwritten(key),), {"dtype": dtype}, text.one)
-    if padding and padding[0]:
-        key = call_key(ops.fill_padding, (text.unwritten(key), mesh, *padding[0]), {}, text.one)
-    return key
 
 
 def _of_rows(text: Text, call: fx.Node, index: int) -> Any:
@@ -106,7 +69,7 @@ def _of_rows(text: Text, call: fx.Node, index: int) -> Any:
         if not ends:
             wide.add(values[-1])
         elif len(values) - 1 == number:
-            return key if dim == int(target is ops.nll_parts) else None
+            return key if dim == int(target is ops.nll_stats) else None
     return None
 
 

@@ -22,7 +22,6 @@ from shardc.ir.program import Program
 from shardc.ir.types import typed_key
 from shardc.optional import table
 from shardc.rules.core.choices import Choices, choices_of
-from shardc.runtime import ops
 from shardc.verify.static import op_strategies
 from shardc.verify.static.statement import mesh_of
 
@@ -31,8 +30,6 @@ aten = torch.ops.aten
 _ASIDE = {"tag", "overlap"}
 #: Ops that return their operand.
 SAME = {aten.alias.default}
-#: Ops that read a loss's statistics, with the place of this argument.
-_READS_STATISTICS = dict.fromkeys((ops.nll_top, ops.nll_exp, ops.nll_alone), 0)
 
 
 class Model:
@@ -101,7 +98,7 @@ def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], one: Mapping[fx.
 
 
 def misreads(node: fx.Node) -> bool:
-    """Return whether an op reads bytes of 8-bit numbers, or a loss's statistics, as values."""
-    read = [x for x in node.all_input_nodes if x.target is ops.linear_nll or x.target in table("proof", "BYTES")]
-    at = (_READS_STATISTICS | table("proof", "READS_BYTES")).get(node.target) if read else None
+    """Return whether an op reads bytes of 8-bit numbers as values."""
+    read = [x for x in node.all_input_nodes if x.target in table("proof", "BYTES")]
+    at = table("proof", "READS_BYTES").get(node.target) if read else None
     return any(at is None or x not in node.args[at : at + 1] for x in read)

@@ -139,8 +139,7 @@ class Text:
         forms.append((one, claim))
         for twin in self.twins[one]:
             self.explained.add(twin)
-            if twin.target is not ops.linear_nll:  # its loss lines read it as logits; others may not
-                self.claims.setdefault(twin, []).append(claim)
+            self.claims.setdefault(twin, []).append(claim)
         for twin in self.twins[one]:
             for user in (*twin.users, *self.readers.get(twin, ())):
                 follow(self, user, twin, claim)

@@ -17,7 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardc.cli.run import _settings
 from shardc.errors import ShardcError
 from shardc.features.trackers import runtime
+from shardc.ir.mesh import Mesh
 from shardc.runtime.checks.callbacks import Callbacks
+from shardc.runtime.mesh.activity import Activity
 from shardc.spec import Run
 
 LINES: list[dict[str, Any]] = [
@@ -31,7 +33,8 @@ def tracked(
     name: str, extra: dict[str, Any], log: Path, *, begun: int = 0, goes_on: bool = False, state: str = "finished"
 ) -> list[runtime.Tracker]:
     """Run all moments of a run in a tracker."""
-    engine = SimpleNamespace(extra=extra, mesh=SimpleNamespace(rank=0), step_count=2)
+    mesh = SimpleNamespace(rank=0, activity=Activity(), layout=Mesh.of({"dp": 2}))
+    engine = SimpleNamespace(extra=extra, mesh=mesh, step_count=2)
     trackers = runtime.make([name])
     callbacks = Callbacks(trackers)
     facts = {
@@ -118,6 +121,19 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert extra["trackers"]["mlflow"] != id, "a run that saves elsewhere is another one"
 
 
+def test_long_values_do_not_stop_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers#9210: a value that is too long for a parameter ended the run."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file:{tmp_path}/runs")
+    extra: dict[str, Any] = {}
+    tracked("mlflow", extra, tmp_path / ("long" * 4000))
+    found = mlflow.MlflowClient().get_run(extra["trackers"]["mlflow"])
+    assert found.info.status == "FINISHED"
+    assert found.data.params["log"].startswith(str(tmp_path))
+    assert found.data.metrics["loss"] == 0.5
+
+
 @pytest.fixture
 def telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     pytest.importorskip("opentelemetry.sdk.metrics")
@@ -172,7 +188,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracked("wandb", extra, tmp_path)
     id = extra["trackers"]["wandb"]
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    data = file.read_bytes()
+    until = time.monotonic() + 20  # a process of the client's writes it
+    while b"finished" not in (data := file.read_bytes()) and time.monotonic() < until:
+        time.sleep(0.1)
     for text in (b"mesh: {dp: 2}", b"held_out", b"0.75", b"bytes/dp+tp", b"finished"):
         assert text in data, text
     time.sleep(1.1)  # folders have seconds in their names

@@ -18,7 +18,7 @@ from tests.differentiable import ops
 from tests.runtime.ops.definitions import FLOATS, RANKS, close, numbers, of, on_ranks, strided, wide
 
 
-@of("nll", "nll_max", "nll_parts", "nll_join")
+@of("nll", "nll_stats", "nll_top", "nll_parts", "nll_join")
 def loss() -> None:
     for n in RANKS:
         for dtype in FLOATS:
@@ -32,14 +32,15 @@ def loss() -> None:
                 want = F.cross_entropy(logits.to(wide(dtype)), target, ignore_index=ignored, reduction="none")
                 g = numbers(want.shape, dtype, seed=2)
                 (of_logits,) = torch.autograd.grad(want, logits, g.to(want.dtype))
-                assert torch.equal(ops.nll_max(logits), logits.detach().amax(c))
                 close(ops.nll(logits, target, ignored).detach(), want.detach(), dtype)
                 close(torch.autograd.grad(ops.nll(logits, target, ignored), logits, g)[0], of_logits, dtype)
 
                 def work(mesh: LoopbackMesh) -> Any:
                     mine = strided(logits.detach().chunk(n, c)[mesh.rank]).requires_grad_()
-                    top = ops.all_reduce_max(ops.nll_max(mine), mesh, ("a",))
-                    parts = ops.nll_parts(mine, target, top, mesh, (("a", 1),), shape[c], ignored)
+                    stats = ops.nll_stats(mine, target, mesh, (("a", 1),), shape[c], ignored)
+                    assert torch.equal(ops.nll_top(stats), mine.detach().amax(c))
+                    top = ops.all_reduce_max(ops.nll_top(stats), mesh, ("a",))
+                    parts = ops.nll_parts(stats, top)
                     out = ops.nll_join(ops.all_reduce(parts, mesh, ("a",)), target, ignored)
                     assert not top.requires_grad
                     return out.detach(), *torch.autograd.grad(out, mine, g)
@@ -50,7 +51,6 @@ def loss() -> None:
                 close(torch.cat(grads, c), of_logits, dtype)
 
 
-@of("linear_nll", "nll_top", "nll_exp", "nll_alone")
 def chunked_loss() -> None:
     for n in (1, *RANKS):
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -72,13 +72,18 @@ def chunked_loss() -> None:
                 held = [strided(chunks(widen(p, s), s, n)[mesh.rank]) for p in (w, b)]
                 mine = [p.clone().requires_grad_() for p in (x, *held)]
                 padding = (1, (("a", 1),), classes, 1, 1, -math.inf)
-                stats = ops.linear_nll(*mine, target, mesh, (("a", 1),), classes + 1, -100, 2, x.dtype, padding)
+                loss: Any = ("ops.nll_stats", ("%5", "%1", "%mesh", (("a", 1),), classes + 1), ())
                 if n == 1:
-                    out = ops.nll_alone(stats, target)
-                else:
-                    top = ops.all_reduce_max(ops.nll_top(stats), mesh, ("a",))
-                    assert not top.requires_grad
-                    out = ops.nll_join(ops.all_reduce(ops.nll_exp(stats, top), mesh, ("a",)), target, -100, top)
+                    loss = ("ops.nll", ("%5", "%1"), ())
+                body = (
+                    ("aten.linear.default", ("%0", "%2", "%3"), ()),
+                    ("ops.fill_padding", ("%4", "%mesh", *padding), ()),
+                    loss,
+                )
+                (out,) = ops.in_chunks(2, body, ((6, int(n > 1)),), (mine[0], target), mine[1:], mesh)
+                if n > 1:
+                    top = ops.all_reduce_max(ops.nll_top(out), mesh, ("a",))
+                    out = ops.nll_join(ops.all_reduce(ops.nll_parts(out, top), mesh, ("a",)), target)
                 return out.detach(), *torch.autograd.grad(out, mine, g.to(out.dtype))
 
             outs, of_x, of_w, of_b = on_ranks(n, work)
@@ -92,6 +97,7 @@ def chunked_loss() -> None:
 @of("in_chunks")
 def rows_in_chunks() -> None:
     """A product, and what reduces its classes; a last chunk of another size, and a row value that has a gradient."""
+    chunked_loss()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         x, w, top = (numbers(s, dtype, seed=i) / 2 for i, s in enumerate(((7, 3), (5, 3), (7, 1))))
         body = (

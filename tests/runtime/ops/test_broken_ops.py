@@ -131,7 +131,6 @@ DETACHED = {
     "top",
     "ties",
     "all_reduce_max",
-    "nll_max",
     "nll_top",
     "largest",
     "random",
@@ -154,7 +153,7 @@ PLACED = {
     "dropout",
     "random",
 }
-PLACED |= {"nll_parts", "linear_nll", "attention"}
+PLACED |= {"nll_stats", "attention"}
 # where one rank brings a value, or counts, it may be any of them
 PLACED |= {n for n in CONVERSIONS if not {BY_OP[n].forward, BY_OP[n].backward} <= {"all_reduce", "identity", "first"}}
 #: Ops of numbers of 8 bits, and which argument is the axes over which they find scales together.

@@ -52,8 +52,8 @@ def test_the_loss_on_split_classes_saves_one_buffer_of_the_logits_size() -> None
 
     def work(mesh: LoopbackMesh) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            ops.nll_parts(logits, target, ops.nll_max(logits), mesh, (), logits.shape[1])
-        total = ops.nll_parts(logits, target, ops.nll_max(logits), mesh, (), logits.shape[1]).sum()
+            ops.nll_stats(logits, target, mesh, (), logits.shape[1])
+        total = ops.nll_stats(logits, target, mesh, (), logits.shape[1]).sum()
         total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         with pytest.raises(
             RuntimeError, match="modified by an inplace operation"
@@ -73,7 +73,7 @@ def test_an_index_that_no_rank_has_is_told(bad: int) -> None:
 
     def lose(mesh: LoopbackMesh) -> None:
         logits = noise(2, 8).chunk(2, 1)[mesh.rank]
-        ops.nll_parts(logits, ids, ops.nll_max(logits), mesh, (("a", 1),), 8)
+        ops.nll_stats(logits, ids, mesh, (("a", 1),), 8)
 
     for work, what in ((look_up, "index"), (lose, "target")):
         with pytest.raises(IndexError, match=f"{what} {bad} is out of range: it must be at least 0 and less than 8"):

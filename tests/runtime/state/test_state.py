@@ -25,7 +25,7 @@ from shardc.runtime.state.checkpoint_folder import checkpoints_in, read_index
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init import named_tensors, record
 from shardc.runtime.state.owners import RankState
-from shardc.runtime.state.torch_conversion import export_checkpoint, import_checkpoint
+from shardc.runtime.state.torch_conversion import export_checkpoint
 from shardc.runtime.state.weight_files import open_weights
 
 torch.set_num_threads(1)
@@ -401,24 +401,20 @@ def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path
             assert torch.equal(plain[f"model.{n}"], x), n
     here, _ = _load(tmp_path / "torch", Net(), OPTIMIZERS["adamw"])
     assert torch.equal(here["qkv_weight"], model.qkv.weight)
-    assert import_checkpoint(tmp_path / "torch", tmp_path / "back").startswith("12 tensors of")
-    back, _ = _load(tmp_path / "back", Net(), OPTIMIZERS["adamw"])
-    assert torch.equal(back["qkv_weight"], model.qkv.weight)
-    ours, theirs = (read_index(checkpoints_in(tmp_path / n)[0].path) for n in ("c", "back"))
+    ours, theirs = (read_index(checkpoints_in(tmp_path / n)[0].path) for n in ("c", "torch"))
     assert (ours.extra, ours.optimizer, ours.step) == (theirs.extra, theirs.optimizer, theirs.step)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("key", ["model", ""])
-def test_a_checkpoint_of_fsdp_is_imported_and_begun_from(key: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_fsdp_is_begun_from(key: str, tmp_path: Path) -> None:
     """With the state_dict under a key, as accelerate writes it, or not: a name may begin with model itself."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     model = nn.ModuleDict({"model": nn.ModuleDict({"up": nn.Linear(4, 4)}), "lm_head": nn.Linear(4, 4)})
     state = model.state_dict()
     save({key: state} if key else {**state}, checkpoint_id=tmp_path / "fsdp", no_dist=True)
-    import_checkpoint(tmp_path / "fsdp", tmp_path / "new")
-    found = open_weights(tmp_path / "new").tensors
+    found = open_weights(tmp_path / "fsdp").tensors
     assert {n: x.tensor().tolist() for n, x in found.items()} == {n: x.tolist() for n, x in state.items()}
 
 
@@ -427,11 +423,10 @@ def test_pickles_that_torch_would_not_write_are_not_run(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    for name in (".metadata", "manifest.json"):
-        (tmp_path / "old").mkdir(exist_ok=True)
-        (tmp_path / "old" / name).write_bytes(pickle.dumps(Trap()))
-        with pytest.raises(ShardcError, match=r"it is not a file of torch: it needs posix\.mkdir"):
-            import_checkpoint(tmp_path / "old", tmp_path / "new")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / ".metadata").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(ShardcError, match=r"it is not a file of torch: it needs posix\.mkdir"):
+        read_index(tmp_path / "old")
     assert not (tmp_path / "ran").exists()
 
 

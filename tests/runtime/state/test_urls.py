@@ -337,3 +337,15 @@ def test_torch_files_in_a_store_are_refused(bucket: Url) -> None:
     (bucket / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ShardcError, match=r"only \.safetensors files and checkpoints are read from a store"):
         open_weights(bucket)
+
+
+def test_what_a_run_was_resumed_from_stays_in_a_store(bucket: Url) -> None:
+    """pytorch-lightning#21813: the run that went on removed it before it had saved anything of its own."""
+    assert not any(faults.save(bucket, 1, keep=1))
+    other = bucket.parent / "other"
+    assert not any(faults.save(other, 2, keep=1))
+    assert disk_calls.names(bucket) == ["step-000001"]
+    with StoreFault(0, errno.EIO):
+        assert any(faults.save(bucket, 2, keep=1))
+    assert [g.path.name for g in checkpoint_folder.generations(bucket)] == ["step-000001"]
+    assert "'step': 1" in faults.load(bucket)["extra"]

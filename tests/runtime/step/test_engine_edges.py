@@ -248,6 +248,25 @@ def test_callbacks_come_after_every_step_and_may_save(tmp_path: Path) -> None:
     assert len(list((tmp_path / "saved").glob("step-*"))) == 2
 
 
+@pytest.mark.parametrize("rank0", [True, False])
+def test_a_callback_that_evaluates_on_one_rank_is_named(rank0: bool) -> None:
+    program = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 2}})
+
+    class Alone:
+        def __init__(self) -> None:
+            self.rank0 = rank0
+
+        def step_done(self, engine: Engine, loss: Tensor) -> None:
+            if engine.mesh.rank == 0:
+                engine.evaluate(batch())
+
+    said = r"differs between ranks .*evaluating in Alone, step_done on rank 0, a step on rank 1"
+    if rank0:
+        said = r"the callback Alone, step_done: it runs on the first rank alone(.|\n)*fix: leave out rank0"
+    with pytest.raises(ShardcError, match=said):
+        on_ranks(program, Mlp(), lambda engine: [engine.step(batch()) for _ in range(2)], callbacks=[Alone()])
+
+
 def test_evaluations_leave_nothing_behind() -> None:
     """At ZeRO 3 every forward gathers the parameters."""
     program = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 3}})
