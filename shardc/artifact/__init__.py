@@ -46,7 +46,7 @@ from shardc.runtime import schedule
 from shardc.spec import Spec
 from shardc.version import VERSION
 
-FORMAT = 4
+FORMAT = 5
 
 
 def write(program: Program, folder: str | Path) -> None:

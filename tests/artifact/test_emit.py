@@ -283,7 +283,7 @@ def damaged(folder: Path, file: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "what"),
     [
-        ("manifest.json", '"format": 4', '"format": 99', "artifact of format 99"),
+        ("manifest.json", '"format": 5', '"format": 99', "artifact of format 99"),
         ("manifest.json", "{", "", "is not JSON"),
         ("manifest.json", '"sha256"', '"md5"', "is not the manifest of a shardc artifact"),
         ("manifest.json", '"mesh"', '"mush"', "mesh: Field required"),

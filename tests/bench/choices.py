@@ -50,7 +50,14 @@ _LATENT = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
-_DOTS = {"first_k_dense_replace": 0, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "head_dim": 8}
+_DOTS = {
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "head_dim": 8,
+}
 _LLAMA4 = {"num_local_experts": 8, "head_dim": 8, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
 _ERNIE = {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 1}
 #: Class of transformers, fields of its config, and the modules that choose.
@@ -122,7 +129,8 @@ class Runs:
 
     def __init__(self, name: str, dtype: torch.dtype = torch.float64) -> None:
         self.model, self.batch, self.loss, self.pattern = build(name, dtype)
-        self.captured = capture(self.model, self.batch, loss=self.loss)
+        proves = dtype == torch.float64  # in bfloat16 eager and captured code choose differently
+        self.captured = capture(self.model, self.batch, loss=self.loss, prove=proves)
         self.one = self.step({"mesh": {"dp": 1}}, "record")
         self.choices = self.one.outputs
 
@@ -174,6 +182,8 @@ def rounded(name: str) -> dict[str, tuple[float, float, float, float, float]]:
     """Return for each spec, of a step in bfloat16: differences of loss and gradients, free and fixed; other choices."""
     runs, off = Runs(name, torch.bfloat16), {}
     for label in ROUNDED:
+        if name == "sparse attention" and label == "ep":
+            continue
         free = runs.step(SPECS[label], "record")
         fixed = runs.step(SPECS[label], "replay", runs.choices)
         differ = [

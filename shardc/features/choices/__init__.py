@@ -2,5 +2,7 @@
 
 section     `choices`: which modules' choices are recorded or replayed
 passes      the pass that makes a choice an output or an input of the program
-runtime     fits given choices to a program's inputs, and checks them; files of choices, by sample
+program     what a program stores of them
+runtime     fits given choices to a program's inputs, and checks them
+files       choices of a run in files, by sample
 """

@@ -161,8 +161,11 @@ class _Writer:
         node.args = ((returned[0], (*returned[1], *(n for _, n in self._outputs))),)
         self.graph.eliminate_dead_code()
         self.graph.lint()
-        outputs = (*program.outputs, *(o for o, _ in self._outputs))
-        return replace(program, inputs=(*program.inputs, *self._inputs), outputs=outputs)
+        outputs, features = tuple(o for o, _ in self._outputs), dict(program.features)
+        if outputs:
+            features["choices"] = tuple(o.name for o in outputs)
+        inputs, outputs = (*program.inputs, *self._inputs), (*program.outputs, *outputs)
+        return replace(program, inputs=inputs, outputs=outputs, features=features)
 
     def write(self, m: _Made) -> None:
         """Make a choice an output or an input. Raises ShardcError where weights are wanted and there are none."""
