@@ -33,6 +33,7 @@ from shardc.ir.outputs import OtherForward
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner, with_features
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.batch_rows import with_microbatches
+from shardc.runtime.data import inputs
 from shardc.runtime.state import quantized
 from shardc.spec import Spec
 from shardc.spec.model_names import Names
@@ -88,6 +89,8 @@ def compile(
     names = Names.of(model) if isinstance(model, nn.Module) else None
     spec = Spec.load(spec, mesh=mesh, overrides=overrides, world=world, names=names)
     of_spec(spec)  # raises if the device is unknown, or has no room for the mesh
+    if inputs.CHOICES in spec.sections:
+        batch = inputs.without_choices(batch)
     if isinstance(forward, OtherForward):
         spec = forward.spec(spec)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}

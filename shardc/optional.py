@@ -29,6 +29,7 @@ FEATURES = {
     "adapters": ("adapters", "freeze"),
     "sequence": ("sequence",),
     "fp8": ("precision.products",),
+    "choices": ("choices",),
     "reshard": (),
     "generation": (),
     "hub": (),

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.data.inputs import leaves, mapped, name_of
+from shardc.runtime.data.inputs import leaves, mapped, name_of, without_choices
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes, Use
 from shardc.spec import Spec
@@ -114,6 +114,8 @@ class Resizer:
             )
         if any(tuple(x.shape) != shape for x, shape in zip(_tensors(program, batch), shapes, strict=True)):
             batch = batch_sizes.empty_batch(batch, program, shapes)
+        if any(x.choice is not None for x in program.inputs):
+            batch = without_choices(batch)
         forward = "score" if use == "score" else self.forward
         with _modes(model, self.modes) if again else in_eval_mode(model):
             try:

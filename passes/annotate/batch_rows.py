@@ -56,6 +56,15 @@ def row_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[
     ]
 
 
+def batch_rows(spec: Spec, program: Program) -> tuple[int, frozenset[int]]:
+    """Return the rows of most inputs (0 if none has any), and the lengths of rows: sizes of the dims after them."""
+    counts = [n for _, n in _rows(spec, program).values()]
+    most = max(counts, key=lambda n: (counts.count(n), n), default=0)
+    dims = ((x, _batch_dim(spec, program, x)) for x in program.inputs)
+    lengths = (x.shape[d + 1] for x, d in dims if d is not None and d + 1 < len(x.shape) and x.shape[d] == most)
+    return most, frozenset(n for n in lengths if n > 1)
+
+
 def _rows(spec: Spec, program: Program) -> dict[str, tuple[int, int]]:
     """Return (dim, size) of the rows of each input that has rows, by its name."""
     dims = ((x, _batch_dim(spec, program, x)) for x in program.inputs)
@@ -69,6 +78,8 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
     """
 
     def named(x: Input) -> int | None:
+        if x.choice is not None:
+            return x.choice.rows
         return next((d for pattern, d in spec.batch.dims.items() if match(pattern, input_name(x))), 0)
 
     def rows(x: Input) -> int:

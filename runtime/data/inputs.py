@@ -18,18 +18,42 @@ from shardc.ir.shard_chunks import chunks, widen
 from shardc.ir.similar_names import nearest
 from shardc.ir.stored import Input
 from shardc.ir.type_text import DTYPES
+from shardc.optional import registered
 from shardc.torch_private import is_traceable_wrapper_subclass
 
 Path = tuple[str | int, ...]
 #: Maximal number of a batch's entries that an error names.
 SHOWN_NAMES = 12
+#: The key of given choices in a batch (shardc.features.choices): {name: tensor}.
+CHOICES = "choices"
+
+
+def with_choices(batch: Any, choices: Mapping[str, Any]) -> Any:
+    """Return a batch with choices beside its own entries; None is the key of a batch that is one tensor."""
+    if isinstance(batch, Mapping):
+        own = dict(batch)
+    elif hasattr(batch, "_asdict"):
+        own = batch._asdict()
+    else:
+        own = dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {None: batch}
+    return {**own, CHOICES: {**own.get(CHOICES, {}), **choices}}
+
+
+def without_choices(batch: Any) -> Any:
+    """Return the model's own batch of one with choices."""
+    if not isinstance(batch, Mapping) or not isinstance(batch.get(CHOICES), Mapping):
+        return batch
+    own = {k: x for k, x in batch.items() if k != CHOICES}
+    if own.keys() == {None}:
+        return own[None]
+    return tuple(own.values()) if own and all(isinstance(k, int) for k in own) else own
 
 
 def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) of everything in a nested batch of mappings and sequences."""
     if isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from leaves(value, (*path, key))
+            yield from leaves(value, (*path, key) if key is not None else path)
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
         for key, value in zip(batch._fields, batch, strict=True):
             yield from leaves(value, (*path, key))
@@ -40,10 +64,17 @@ def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, batch
 
 
+def prepared(program: Program, batch: Any, choices: Any = None, *, local: bool) -> Any:
+    """Return a batch with its choices as the program takes them. choices: those that are given beside it."""
+    for prepare in registered("runtime", "prepare"):
+        batch = prepare(program, batch, choices, local=local)
+    return batch
+
+
 def mapped(batch: Any, path: Path, leaf: Callable[[Path, Any], Any]) -> Any:
     """Return a nested batch with every leaf replaced by leaf(path, leaf)."""
     if isinstance(batch, Mapping):
-        return {k: mapped(v, (*path, k), leaf) for k, v in batch.items()}
+        return {k: mapped(v, (*path, k) if k is not None else path, leaf) for k, v in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(mapped(v, (*path, k), leaf) for k, v in zip(batch._fields, batch, strict=True)))
     if isinstance(batch, (tuple, list)):
@@ -109,6 +140,7 @@ def local(program: Program, batch: Any, rank: int) -> Any:
 
     Tensors keep their device. Raises ShardcError as `take` does, and for a program that pads its batch.
     """
+    batch = prepared(program, batch, local=False)
     parts = _cut(program, batch, rank, given_local=False, wanted_local=True)
     cut = {x.path: part.contiguous() for x, part in zip(program.inputs, parts.values(), strict=True)}
     return mapped(batch, (), lambda path, leaf: cut.get(path, leaf))
@@ -163,6 +195,8 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             fault, fix = _mismatch(x, by_path, want, given_local), _fix(x, by_path, given_local, part)
             errors.add(fault, where=name_of(x.path), fix=fix)
     errors.raise_any()
+    for check in registered("runtime", "check_inputs"):
+        check(program, parts, rank)
     return parts
 
 
@@ -209,6 +243,8 @@ def batch_dims(program: Program) -> dict[str, int | None]:
     patterns = program.spec.batch.dims
 
     def dim(x: Input) -> int | None:
+        if x.choice is not None:
+            return x.choice.rows
         name = name_of(x.path) if x.path else x.name
         return next((d for pattern, d in patterns.items() if match(pattern, name)), 0) if x.shape else None
 

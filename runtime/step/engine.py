@@ -190,23 +190,29 @@ class Engine:
 
     # --- a step
 
-    def step(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
+    def step(
+        self, batch: Any, *, choices: Mapping[str, Any] | None = None, local: bool = False, gather: bool = False
+    ) -> Any:
         """Run one optimizer step on a global batch and return the global loss, 0-dim, detached.
 
         If the loss function names values beside the loss, return (loss, {name: value}), detached. Single numbers and
         values without rows are those of the whole batch, on every rank: sums and means over all rows. Others, such as
         logits, have this rank's rows; gather=True: all rows, on every rank. local=True: `batch` is this rank's part.
+        choices: {name: tensor} that the spec's `choices` replays; or under the batch's key "choices".
         A batch may have fewer rows than the compiled one, such as the last of an epoch, or another length. The first
         time that such sizes come, every rank compiles for them (shardc.recompile).
         Raises ShardcError for names, dtypes or shapes that it cannot take.
         """
         with self.mesh.together(f"step {self.rng.step + 1}"):  # an error on one rank ends the others
-            result = self._backward(batch, local=local, gather=gather, early=self._step_graphs is None)
+            early = self._step_graphs is None
+            result = self._backward(batch, choices, local=local, gather=gather, early=early)
             self._update()
             self.callbacks.call("step_done", self, result)
         return result
 
-    def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
+    def backward(
+        self, batch: Any, *, choices: Mapping[str, Any] | None = None, local: bool = False, gather: bool = False
+    ) -> Any:
         """Run the first half of `step`: put reduced gradients into `.params[...].grad`, and return its result.
 
         They replace the last ones; to sum batches: `batch: {microbatches: n}`. Taking a norm of a gradient raises if
@@ -216,7 +222,7 @@ class Engine:
             self._noted_replaced = True
             twice = "engine.backward was called twice without engine.update between: gradients are replaced, not added"
             self.mesh.note(f"{twice} up; to accumulate, write batch: {{microbatches: n}}")
-        result = self._backward(batch, local=local, gather=gather, early=False)
+        result = self._backward(batch, choices, local=local, gather=gather, early=False)
         self._waiting = True
         self._checks.gradients(user_reads=True)
         return result
@@ -235,7 +241,7 @@ class Engine:
         self._update()
 
     @torch.enable_grad()  # even if the caller disabled it: nobody would notice a step that trains nothing
-    def _backward(self, batch: Any, *, local: bool, gather: bool, early: bool) -> Any:
+    def _backward(self, batch: Any, choices: Any, *, local: bool, gather: bool, early: bool) -> Any:
         """Run the batch forward and backward, replace buffers, wait for gradients. early: see Update.begin."""
         model, update, checks = self._model, self._optimizer_half, self._checks
         update.check_consistent()
@@ -243,7 +249,7 @@ class Engine:
         checks.forward("engine.step", training=True)
         model.buckets.reset(forward=True)
         self.rng.training = True
-        interpreter, values = model.take(batch, checks, local=local)
+        interpreter, values = model.take(batch, checks, local=local, choices=choices)
         update.begin(early=early)
         loss, buffers, beside = self._run(interpreter, values)
         update.check_loss(loss, interpreter, values)
@@ -294,12 +300,14 @@ class Engine:
 
     # --- forward alone
 
-    def evaluate(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
+    def evaluate(
+        self, batch: Any, *, choices: Mapping[str, Any] | None = None, local: bool = False, gather: bool = False
+    ) -> Any:
         """Return what `step` returns, without dropout and with BatchNorm's running statistics; change nothing.
 
         If forward branches on `self.training`, the model is compiled once more, in eval mode.
         """
-        return self._evaluation.loss(batch, local=local, gather=gather)
+        return self._evaluation.loss(batch, choices, local=local, gather=gather)
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
         """Return {"loss": ..., name: ...} over all batches. Raises NoBatchesError without any batch.
@@ -310,7 +318,9 @@ class Engine:
         """
         return self._evaluation.losses(batches, local=local)
 
-    def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
+    def score(
+        self, batch: Any, *, choices: Mapping[str, Any] | None = None, local: bool = False, gather: bool = False
+    ) -> Tensor:
         """Return the log-probability of each target of the cross entropy in the loss.
 
         Has the shape of the targets in the batch (`labels`, [batch, sequence]), in float32 at least; 0 where the loss
@@ -319,7 +329,7 @@ class Engine:
         The first call compiles a forward-only program on the same parameters: logits stay split by classes, and are
         computed a few rows at a time. Raises ShardcError if the loss has no cross entropy of class indices, or several.
         """
-        return self._evaluation.score(batch, local=local, gather=gather)
+        return self._evaluation.score(batch, choices, local=local, gather=gather)
 
     def score_all(
         self, batches: Iterable[Any], *, local: bool = False, each: Callable[[Tensor], None] | None = None

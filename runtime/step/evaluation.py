@@ -40,12 +40,12 @@ class Evaluation:
     def __init__(self, model: LocalModel, checks: CheckHooks, check: Callable[[], None]) -> None:
         self._model, self._checks, self._check = model, checks, check
 
-    def loss(self, batch: Any, *, local: bool, gather: bool) -> Any:
-        interpreter, _, loss, beside = self._run(batch, local=local)
+    def loss(self, batch: Any, choices: Any, *, local: bool, gather: bool) -> Any:
+        interpreter, _, loss, beside = self._run(batch, choices, local=local)
         return outputs.result(interpreter.program, self._model.mesh, loss, beside, gather=gather)
 
-    def score(self, batch: Any, *, local: bool, gather: bool) -> Tensor:
-        interpreter, _, _, values = self._run(batch, local=local, use="score")
+    def score(self, batch: Any, choices: Any, *, local: bool, gather: bool) -> Tensor:
+        interpreter, _, _, values = self._run(batch, choices, local=local, use="score")
         named = outputs.result(interpreter.program, self._model.mesh, None, values, gather=gather)
         score: Tensor = named[SCORE]
         return score
@@ -80,13 +80,13 @@ class Evaluation:
 
     @torch.no_grad()
     def _run(
-        self, batch: Any, *, local: bool, use: batch_sizes.Use = "evaluate"
+        self, batch: Any, choices: Any = None, *, local: bool, use: batch_sizes.Use = "evaluate"
     ) -> tuple[Interpreter, Values, Tensor | None, outputs.Values]:
         self._check()
         self._checks.forward("engine.evaluate", training=False)
         self._model.buckets.reset(forward=True)
         self._model.rng.training = False
-        interpreter, values = self._model.take(batch, self._checks, local=local, use=use)
+        interpreter, values = self._model.take(batch, self._checks, local=local, use=use, choices=choices)
         interpreter.compute_totals(values)
         return interpreter, values, *interpreter.evaluate(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -40,13 +41,16 @@ class Forward(Engine):
             raise ShardcError(fault, where="program.forward", fix=fix)
         super().__init__(program, model, None, seed, weights=weights, check=check, broadcast=broadcast, mesh=mesh)
 
-    def __call__(self, batch: Any, *, local: bool = False, gather: bool = False) -> dict[str, Tensor]:
+    def __call__(
+        self, batch: Any, *, choices: Mapping[str, Any] | None = None, local: bool = False, gather: bool = False
+    ) -> dict[str, Tensor]:
         """Return {name: value} of a global batch (local=True: this rank's part of one).
 
         Values with rows have this rank's rows, split as the spec's `outputs` says; gather=True: all rows on every rank.
+        choices: as for `Engine.step`.
         Single numbers are the whole batch's. A batch of fewer rows or another length is compiled for when it comes.
         """
-        values: dict[str, Tensor] = self.evaluate(batch, local=local, gather=gather)
+        values: dict[str, Tensor] = self.evaluate(batch, choices=choices, local=local, gather=gather)
         return values
 
     def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
@@ -22,6 +23,10 @@ from shardc.runtime.state.owners import Owners
 from shardc.runtime.state.parts import constants
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.zero.buckets import Buckets
+from shardc.torch_private import FakeTensor
+
+#: Bytes of an error that all ranks raise.
+_TEXT = 2048
 
 
 class LocalModel:
@@ -54,11 +59,15 @@ class LocalModel:
         self._recompiled: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
 
     def take(
-        self, batch: Any, checks: CheckHooks, *, local: bool, use: batch_sizes.Use = "as compiled"
+        self, batch: Any, checks: CheckHooks, *, local: bool, use: batch_sizes.Use = "as compiled", choices: Any = None
     ) -> tuple[Interpreter, Values]:
-        """Cut this rank's part from a batch; return (interpreter, inputs {placeholder: value} by microbatch)."""
+        """Cut this rank's part from a batch; return (interpreter, inputs {placeholder: value} by microbatch).
+
+        choices: given beside the batch (shardc.features.choices).
+        """
         if isinstance(batch, Rest):  # an epoch's last, smaller batch, which is whole on every rank
             batch, local = batch.batch, False
+        batch = inputs.prepared(self.program, batch, choices, local=local)
         inputs.check_plain(batch)
         inputs.check_keywords(self.program, batch, self.forward_arguments)
         batch = batch_sizes.cast_and_pad(self.program, self.mesh, batch, local=local)
@@ -67,11 +76,36 @@ class LocalModel:
         self.gather_written()
         interpreter, constants = self._interpreter_for(batch, local=local, use=use)
         program = interpreter.program
-        parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
+        parts = inputs.microbatches(program, self._taken(program, batch, local=local))
         stored = {**self.stored(), **constants}
         return interpreter, [
             {**stored, **dict(zip((x.name for x in program.inputs), part, strict=True))} for part in parts
         ]
+
+    def _taken(self, program: Program, batch: Any, *, local: bool) -> list[Tensor]:
+        """Cut this rank's part. Raise one rank's error on all, if choices are given: each rank checks only its own."""
+        mine, taken = None, list[Tensor]()
+        try:
+            taken = inputs.take(program, batch, self.mesh, local=local)
+        except ShardcError as e:
+            mine = e
+        together = any(x.choice is not None for x in program.inputs) and not any(
+            isinstance(x, FakeTensor) for x in taken
+        )
+        if not together:
+            if mine is not None:
+                raise mine
+            return taken
+        ranks = [0] * self.mesh.layout.world
+        ranks[self.mesh.rank] = int(mine is not None)
+        ranks = self.mesh.sum_on_host(ranks)
+        if 1 not in ranks:
+            return taken
+        one = mine.errors[0] if mine is not None and ranks.index(1) == self.mesh.rank else None
+        raw = "\0".join((one.what, one.where, one.fix)).encode()[:_TEXT] if one is not None else b""
+        text = bytes(self.mesh.sum_on_host([*raw, *[0] * (_TEXT - len(raw))])).rstrip(b"\0").decode(errors="ignore")
+        fault, where, fix = [*text.split("\0"), "", ""][:3]
+        raise mine or ShardcError(fault, where=where, fix=fix)
 
     def stored(self) -> dict[str, Any]:
         """Return the inputs of a program's stages other than the batch, by placeholder name."""

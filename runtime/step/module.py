@@ -182,6 +182,7 @@ class ShardedModule(ModuleState):
     def _forward(self, r: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         r.checks.forward("module.forward", training=self.training)
         batch = inputs.from_call(r.program, inputs.arguments(r.model), args, kwargs)
+        batch = inputs.prepared(r.program, batch, local=True)
         inputs.check_plain(batch)
         r.rng.training = self.training
         r.checks.batch(batch, local=True)

@@ -83,7 +83,7 @@ class Named:
 #: The options of `shardc run` by the panel of the help, in their order; "": the ten that are used most.
 PANELS = {
     "": ("steps", "epochs", "lr", "weights", "save", "resume", "log", "eval_every", "mesh", "overrides"),
-    "Data": ("data", "batch", "seq", "seed", "eval_batches", "new_data"),
+    "Data": ("data", "batch", "seq", "seed", "eval_batches", "new_data", "choices"),
     "Saving": (
         *("save_every", "keep", "metric", "metric_mode", "patience", "min_delta", "auto_resume", "overwrite"),
         *("last_good", "new_schedule"),

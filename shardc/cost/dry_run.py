@@ -143,12 +143,13 @@ def _batch(program: Program) -> Any:
     for x in program.inputs:
         leaf = torch.empty((), dtype=x.dtype).expand(x.shape)
         if not x.path:
-            return leaf
+            batch[None] = leaf
+            continue
         parent = batch
         for key in x.path[:-1]:
             parent = parent.setdefault(key, {})
         parent[x.path[-1]] = leaf
-    return batch
+    return batch[None] if batch.keys() == {None} else batch
 
 
 class _Recorded(Interpreter):

@@ -5,7 +5,7 @@ matrices        optimizers over whole matrices, each with an owner  reshard     
 fp8             products of numbers of 8 bits                       sequence     long sequences, split over ranks
 hub             model cards, and uploads to the Hugging Face hub
 trackers        a run in W&B, MLflow, TensorBoard, OpenTelemetry
-text            rows of tokens, of chats and documents
+text            rows of tokens, of chats and documents      choices      experts and keys, recorded or replayed
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 
@@ -22,6 +22,7 @@ proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOL
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
             StandIns: the parameters that optimizers get (shardc.runtime.state.owners); ASSUMED_OPTIMIZER: of costs;
             CAUSES: of its collectives, by tag without a number
+            prepare, check_inputs: of what is given beside a batch, and of each rank's part
 
 A method of core that is a feature's alone (`engine.generate`) is a line there: `shardc.optional.needed` finds the
 feature's function, or says that the feature is not installed. A forward that is not the model's own is a

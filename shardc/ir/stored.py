@@ -190,11 +190,29 @@ class Buffer(Stored):
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a given choice is (shardc.features.choices). module: of the model, that makes it.
+
+    shape: of the model's own value; the input's may have rows and tokens as two dims. rows, tokens: these dims of the
+    input, None: it has none. below: its numbers are 0 .. below - 1; 0: any. distinct: its numbers differ along this
+    dim; None: they may be equal.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    rows: int | None = None
+    tokens: int | None = None
+    below: int = 0
+    distinct: int | None = None
+
+
+@dataclass(frozen=True)
 class Input:
     """One tensor of the batch. path: its place there, such as (0, "mask"); () = the batch itself.
 
     microbatch: how a rank's part is cut into the step's microbatches; None = each microbatch gets all of it. A batch is
     a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are not tensors become constants.
+    choice: of a choice that the model would make itself, and that is given.
     """
 
     name: Name
@@ -203,6 +221,7 @@ class Input:
     dtype: torch.dtype
     layout: Layout = Layout()
     microbatch: Shard | None = None
+    choice: Choice | None = None
 
     def __repr__(self) -> str:
         return f"<Input {self.name} {self.value}>"

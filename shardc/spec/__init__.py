@@ -360,6 +360,8 @@ def _tidy(schema: Any) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, Section):
         return value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 

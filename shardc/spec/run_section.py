@@ -72,6 +72,11 @@ class Run(Section):
     max_restarts: Times = Field(default=0, description="number of restarts from `save` after a rank fails")
     eval_every: Times = Field(default=0, description="compute the held-out loss every N steps; 0 = at the end")
     eval_batches: Times = Field(default=0, description="number of held-out batches to use; 0 = all")
+    choices: str = Field(
+        default="",
+        description="folder or file of choices by sample, for the section `choices`: replay reads it, record writes",
+        examples=["runs/a/choices"],
+    )
     log_every: Count = Field(default=1, description="read loss and gradient norm from the device every N steps")
     log: str = Field(default="", description="folder for steps.jsonl", examples=["runs/a"])
     track: Annotated[

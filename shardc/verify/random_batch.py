@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from shardc.ir.graph import placeholders, values_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
-from shardc.ir.stored import Buffer, Param
+from shardc.ir.stored import Buffer, Choice, Param
 from shardc.ir.types import op_name
 from shardc.verify.to_float64 import wide
 
@@ -46,7 +46,9 @@ def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> An
     nodes = placeholders(program.graph)
     leaves: dict[tuple[str | int, ...], Tensor] = {}
     for x in program.inputs:
-        if x.dtype.is_floating_point or x.dtype.is_complex:
+        if x.choice is not None and x.choice.below:
+            leaves[x.path] = _choices(x.choice, x.shape, generator).to(x.dtype)
+        elif x.dtype.is_floating_point or x.dtype.is_complex:
             draw = torch.rand if fractions else torch.randn
             leaves[x.path] = draw(x.shape, generator=generator, dtype=wide(x.dtype)).to(x.dtype)
         else:
@@ -54,6 +56,15 @@ def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> An
             bound = min(limit, min(_bounds(nodes[x.name]), default=2))
             leaves[x.path] = torch.randint(0, max(bound, 1), x.shape, generator=generator).to(x.dtype)
     return _nest(leaves)
+
+
+def _choices(c: Choice, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return random choices that the op could make."""
+    if c.distinct is None:
+        return torch.randint(c.below, shape, generator=generator)
+    d = c.distinct
+    scores = torch.rand(*shape[:d], c.below, *shape[d + 1 :], generator=generator)
+    return scores.argsort(d).narrow(d, 0, shape[d])
 
 
 def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
@@ -76,6 +87,8 @@ def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
 def _nest(leaves: dict[tuple[str | int, ...], Tensor]) -> Any:
     if set(leaves) == {()}:
         return leaves[()]
+    if () in leaves:  # a tensor with choices beside it
+        return {None: leaves[()], **_nest({path: leaf for path, leaf in leaves.items() if path})}
     heads = dict.fromkeys(path[0] for path in leaves)
     parts = {h: _nest({path[1:]: leaf for path, leaf in leaves.items() if path[0] == h}) for h in heads}
     return tuple(parts[k] for k in sorted(parts, key=int)) if all(isinstance(k, int) for k in parts) else parts

@@ -41,6 +41,8 @@ def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:
 
 def reach(batch: Any, path: tuple[str | int, ...]) -> Any:
     """Return the leaf of a nested batch at `path`."""
+    if not path and isinstance(batch, Mapping):
+        return batch[None]  # a tensor with choices beside it
     for key in path:
         batch = getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
     return batch

@@ -8,6 +8,7 @@ of its rank.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -58,13 +59,17 @@ class Batches:
         self.local, self.resumes, self.description, self.epoch = local, resumes, description, 0
         self._source, self._make, self._seed, self._read = source, make, seed, False
         self._part = () if part is None else (part,)
+        self._place = 0, 0  # epoch and position of the last batch, of a dataset
 
     def __iter__(self) -> Iterator[Any]:
         while True:
             self._count = 0
-            for batch in self.one_epoch():
+            batches = self.one_epoch()
+            self._note_place()
+            for batch in batches:
                 self._count += 1
                 yield batch
+                self._note_place()
             if not self._count:
                 none = "data() returns no batch" if not self.epoch else f"epoch {self.epoch + 1} of data() has no batch"
                 fix = "return a torch Dataset, or an iterable that can be read again"
@@ -88,6 +93,23 @@ class Batches:
         if isinstance(self._source, Loader):
             done, count = self._source.epoch, self._source.consumed / self._source.batch_size
         return done + count / self.length if self.length else float(done)
+
+    def samples(self, rows: int) -> Tensor:
+        """Return the numbers of the samples in the last global batch, which has so many rows: i64[rows].
+
+        In the dataset; of streams and of global batches, in the order of the epoch.
+        """
+        order = self._source.order if isinstance(self._source, Loader) else None
+        if order is not None and order.size is not None:
+            order = copy.copy(order)
+            order.epoch, consumed = self._place
+            return order.whole()[consumed : consumed + rows]
+        end = order.consumed if order is not None else rows if self._endless else self._count * rows
+        return torch.arange(end - rows, end)
+
+    def _note_place(self) -> None:
+        if isinstance(self._source, Loader):
+            self._place = self._source.epoch, self._source.consumed
 
     def steps(self, epochs: float, done: int) -> int:
         """Return the last step of a run of so many epochs, of which `done` steps are done. Raises ShardcError."""

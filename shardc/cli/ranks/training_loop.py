@@ -24,6 +24,8 @@ from shardc.cli.ranks.step_lines import StepLines
 from shardc.cli.ranks.step_metrics import Meter, timed_ops
 from shardc.cli.ranks.training_data import Batches, HeldOut
 from shardc.errors import ShardcError
+from shardc.optional import needed
+from shardc.runtime.data.inputs import rows
 from shardc.runtime.launch import ignored_hangup
 from shardc.runtime.mesh.agreement import SAME_BATCH, DisagreementError, differ
 from shardc.runtime.mesh.replicas import ReplicasDifferError
@@ -88,6 +90,7 @@ class Training:
     skipped: int = 0  # updates that were left out, of the steps whose numbers were read
     evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step with held-out values, and these
     failing: bool = False  # an error ends the run
+    choices: Any = None  # files of recorded or given choices
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps whose numbers were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
@@ -103,6 +106,12 @@ class Training:
     @functools.cached_property
     def best(self) -> Best:
         return Best(self.settings, self.engine)
+
+    def open_choices(self) -> None:
+        """Open the files of recorded or given choices. Raises ShardcError for a spec or files that do not fit."""
+        if self.settings.choices:
+            path, held_out = disk_calls.expanded(self.settings.choices), self.valid is not None
+            self.choices = needed("choices", "files", "open_files")(path, self.engine, held_out=held_out)
 
     @functools.cached_property
     def steps(self) -> int:
@@ -142,10 +151,13 @@ class Training:
                 next(stream)  # skip batches from before the checkpoint; a loader restores its position
         while self.engine.step_count < self.steps and not self.best.stopped:
             batch = self._next(stream)
+            samples = self.train.samples(rows(self.engine.program)) if self.choices is not None else None
             start, lr = time.perf_counter(), self.engine.lr
             with self._measured():
-                result = self._step(batch)
+                result = self._step(batch, samples)
             loss, beside = result if self.engine.program.outputs else (result, {})
+            if samples is not None:
+                self.choices.take(samples, beside)
             seconds, norm = time.perf_counter() - start, self.engine.grad_norm
             step, updated, epoch = self.engine.step_count, self.engine.updated, self.train.position
             self.unread.append(Unread(step, loss, beside, norm, lr, seconds, self.waited, updated, epoch))
@@ -176,16 +188,17 @@ class Training:
                 stack.enter_context(timed_ops(Path(self.settings.log), step, mesh))
             yield
 
-    def _step(self, batch: Any) -> Any:
+    def _step(self, batch: Any, samples: Tensor | None) -> Any:
         """Run one step. If a save in the background failed, report it and go on: the next may succeed."""
-        number = self.engine.step_count + 1
+        number, local = self.engine.step_count + 1, self.train.local
         try:
             with self._save_on_failure(f"step {number}"):
+                more = self.choices.options(samples, local=local) if samples is not None else {}
                 try:
-                    result = self.engine.step(batch, local=self.train.local)
+                    result = self.engine.step(batch, local=local, **more)
                 except SavingError as e:  # raised before the step began
                     self._not_saved(e)
-                    result = self.engine.step(batch, local=self.train.local)
+                    result = self.engine.step(batch, local=local, **more)
         except NotFiniteError as e:
             saved = self._save_and_describe(separately=f"step-{number}-not-finite")
             raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e

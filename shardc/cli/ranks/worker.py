@@ -87,6 +87,7 @@ def run(job: Job) -> dict[str, Any]:
         training = Training(settings, engine, train, valid, StepLines(0, None, None, append=False), signals)
         steps.append(training.steps)
         training.best.check(held_out=valid is not None)
+        training.open_choices()
     if engine.step_count > training.steps:
         fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {training.steps}"
         raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")

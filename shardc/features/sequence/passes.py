@@ -60,6 +60,7 @@ def _dim(sequence: Sequence, x: Input) -> int | None:
     None for an input without such a dim, or of size 1 there, which all tokens share.
     """
     dim = next((d for pattern, d in sequence.dims.items() if match(pattern, input_name(x))), None)
+    dim = dim if x.choice is None else x.choice.tokens
     return dim if dim is not None and dim < len(x.shape) and x.shape[dim] > 1 else None
 
 
