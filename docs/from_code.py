@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 #: What reference/python.md shows, in its order.
 FUNCTIONS = ("compile", "load", "coverage", "simulate", "plan")
+ENGINES = ("vllm", "sglang", "transformers", "described", "at", "receive", "here", "files", "through")
 PARTS = ("groups", "matrices", "whole", "rule", "check_rule")
 PROGRAM = (
     "engine",
@@ -227,6 +228,7 @@ def python() -> dict[str, str]:
         "plan": members(shardc.Plan, "plan", PLAN),
         "parts": functions(PARTS),
         "rows": "\n\n".join(entry(f"shardc.text.{n}", getattr(shardc.text, n)) for n in shardc.text.__all__),
+        "engines": "\n\n".join(entry(f"shardc.engines.{n}", getattr(shardc.engines, n)) for n in ENGINES),
         "results": "\n\n".join(f"### {n}\n\n{markdown(c)}" for n, c in results.items()),
     }
 

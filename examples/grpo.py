@@ -142,10 +142,8 @@ def train(task: Task, folder: Path, address: str, first: int, steps: int) -> Non
             line = {"step": step, "loss": float(now), "reward": float(reward.mean()), "off": off}
             with (folder / "steps.jsonl").open("a") as log:
                 log.write(json.dumps(line) + "\n")
-            print(
-                f"step {step:3}  loss {line['loss']:8.4f}  reward {line['reward']:.3f}  log-probabilities off by {off:.1e}",
-                flush=True,
-            )
+            shown = f"step {step:3}  loss {line['loss']:8.4f}  reward {line['reward']:.3f}"
+            print(f"{shown}  log-probabilities off by {off:.1e}", flush=True)
     engine.close()
 
 

@@ -1,5 +1,5 @@
-"""The loops of examples/grpo.py and examples/on_policy.py: they learn, they compute what the rollouts' process computed,
-and kills change nothing. More kills: `python -m tests.test_post_training FOLDER 10`."""
+"""The loops of examples/grpo.py and examples/on_policy.py: they learn, compute what the rollouts' process computed, and
+kills change nothing. More kills: `python -m tests.test_post_training FOLDER 10`."""
 
 from __future__ import annotations
 

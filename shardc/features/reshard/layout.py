@@ -113,8 +113,8 @@ def by_rank(entries: Sequence[T], rank: int) -> T:
 class Layout:
     """The tensors of an engine of so many ranks, by its names.
 
-    unused: patterns of names of the model's tensors that the engine does not keep. origin: the convention behind it and its
-    settings (shardc.features.reshard.conventions); `check` compares the layout with it.
+    unused: patterns of names of the model's tensors that the engine does not keep. origin: the convention behind it and
+    its settings (shardc.features.reshard.conventions); `check` compares the layout with it.
     """
 
     ranks: int
