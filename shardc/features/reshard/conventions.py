@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.features.reshard.layout import EIGHT_BITS, Held, Layout, Part, Scale, Sizes, check
+from shardc.ir.patterns import match
 from shardc.runtime.state.boxes import Numbers, whole
 
 Range = tuple[int, int]  # begin, end
@@ -76,11 +77,11 @@ _PADDED = 64  # DEFAULT_VOCAB_PADDING_SIZE
 _FLOAT32 = ("e_score_correction_bias",)
 
 
-def sizes_of(model: nn.Module) -> dict[str, Numbers]:
-    """Return the shapes of the numbers that a model's checkpoints have, by their first names."""
-    kept = model.state_dict(keep_vars=True)
+def sizes_of(model: nn.Module, within: str = "") -> dict[str, Numbers]:
+    """Return the shapes of the numbers that a model's checkpoints have, by their first names in a module around it."""
+    kept, prefix = model.state_dict(keep_vars=True), within and f"{within}."
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {n: tuple(x.shape) for n, x in named if n in kept and x.is_floating_point()}
+    return {f"{prefix}{n}": tuple(x.shape) for n, x in named if n in kept and x.is_floating_point()}
 
 
 def vllm(
@@ -90,18 +91,20 @@ def vllm(
     ep: bool = False,
     dtype: str = "bfloat16",
     block: tuple[int, int] = (128, 128),
+    within: str = "",
     name: str = "vllm",
 ) -> Layout:
     """Return the layout of a model of transformers in vLLM, over `tp` ranks. ep: they divide experts, not each expert.
 
     dtype: of its weights; a dtype of 8 bits: linear layers have scales of these blocks. The names of modules are the
-    model's. Raises ShardcError for a weight for which no rule is known.
+    model's. within: its name in the module that is trained, if that wraps it. Raises ShardcError for a weight for which
+    no rule is known.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     heads = config.num_attention_heads
-    facts = {"tp": tp, "ep": ep, "dtype": dtype, "block": list(block), "heads": heads}
+    facts = {"tp": tp, "ep": ep, "dtype": dtype, "block": list(block), "within": within, "heads": heads}
     facts["kv_heads"] = getattr(config, "num_key_value_heads", None) or heads
-    return of_origin({"of": name, **facts}, sizes_of(model))
+    return of_origin({"of": name, **facts}, sizes_of(model, within))
 
 
 def sglang(model: nn.Module, tp: int = 1, **settings: Any) -> Layout:
@@ -136,17 +139,22 @@ def described(
 
 def of_origin(origin: Mapping[str, Any], sizes: Sizes) -> Layout:
     """Return the layout that a convention gives with these settings, for a model's tensors."""
-    writer = _Writer(dict(origin), sizes)
+    prefix = origin["within"] and f"{origin['within']}."
+    inside = {n.removeprefix(prefix): s for n, s in sizes.items() if n.startswith(prefix)}
+    writer = _Writer(dict(origin), inside, prefix)
     writer.run()
     return Layout(origin["tp"], writer.tensors, origin=dict(origin))
 
 
-def checked(layout: Layout, sizes: Sizes) -> None:
+def checked(layout: Layout, sizes: Sizes, ties: Mapping[str, str]) -> None:
     """Raise ShardcError for a layout that does not fit the model (`layout.check`), or its own origin."""
-    check(layout, sizes)
+    if within := layout.origin.get("within"):  # what is outside is not the engine's
+        sizes = {n: s for n, s in sizes.items() if n.startswith(f"{within}.")}
+    check(layout, sizes, ties)
     if not layout.origin:
         return
-    errors, expected = Errors(), of_origin(layout.origin, {n: s for n, s in sizes.items() if n not in layout.unused})
+    own = {n: s for n, s in sizes.items() if n not in ties and not any(match(p, n) for p in layout.unused)}
+    errors, expected = Errors(), of_origin(layout.origin, own)
     for name in {**expected.tensors, **layout.tensors}:
         if layout.tensors.get(name) != expected.tensors.get(name):
             fault = f"it is not as {layout.origin['of']} keeps it: {_difference(layout, expected, name)}"
@@ -173,8 +181,8 @@ def _difference(layout: Layout, expected: Layout, name: str) -> str:
 class _Writer:
     """Writes the tensors of a layout by the rules of an engine."""
 
-    def __init__(self, origin: dict[str, Any], sizes: Sizes) -> None:
-        self.origin, self.sizes, self.tensors = origin, sizes, dict[str, Held]()
+    def __init__(self, origin: dict[str, Any], sizes: Sizes, prefix: str) -> None:
+        self.origin, self.sizes, self.prefix, self.tensors = origin, sizes, prefix, dict[str, Held]()
         self.n: int = origin["tp"]
         if self.n < 1:
             raise ShardcError(f"tp is {self.n}", where="tp", fix="a whole number from 1 on")
@@ -212,7 +220,7 @@ class _Writer:
         dtype, shape = self.origin["dtype"], self.sizes[name]
         module, _, parameter = name.rpartition(".")
         parent, _, last = module.rpartition(".")
-        if last == "experts" and parameter in _EXPERTS and len(shape) == 3:  # stacked: [experts, out, in]
+        if last == "experts" and parameter in _EXPERTS and self._out_in(module):
             into, dim, parts = _EXPERTS[parameter]
             self._put(f"{module}.{into}", self._expert_pieces(name, dim, parts), dtype, low=True)
             return {name}
@@ -231,6 +239,11 @@ class _Writer:
         low = len(shape) == 2 and rule.split != "rows" and rule.dim is not None
         self._put(f"{into}.{parameter}", pieces, dtype if low else _wide(dtype), low=low)
         return set(names)
+
+    def _out_in(self, module: str) -> bool:
+        """Return whether stacked experts are [experts, out, in]: gate and up behind each other, as in most models."""
+        up, down = (self.sizes.get(f"{module}.{n}", ()) for n in ("gate_up_proj", "down_proj"))
+        return len(up) == len(down) == 3 and up[2] == down[1] and up[1] == 2 * down[2]
 
     def _has(self, parent: str, rule: Rule, parameter: str) -> bool:
         names = (f"{parent}.{of}.{parameter}" if parent else f"{of}.{parameter}" for of in rule.of)
@@ -327,6 +340,7 @@ class _Writer:
         if low and dtype in EIGHT_BITS:
             dims = max(len(self.sizes[p.of]) for p in parts if p.of)
             scale = Scale(f"{name}_scale_inv", ((1,) * (dims - 2) + tuple(self.origin["block"])))
+        parts = tuple(replace(p, of=f"{self.prefix}{p.of}" if p.of else "") for p in parts)
         self.tensors[name] = Held(dtype, shapes, parts, scale)
 
 

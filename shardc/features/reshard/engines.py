@@ -57,7 +57,7 @@ def sources(plan: Plan, layout: Layout) -> Sources:
     """Return the tensors that a layout reads, and where ranks have them."""
     result: Sources = {}
     shapes, world = sizes(plan.program), plan.program.mesh.world
-    first = {alias: x.fqn for x in _tied(plan.program) for alias in x.aliases}
+    first = ties(plan.program)
     for x in layout.tensors.values():
         for of in dict.fromkeys(p.of for p in x.parts if p.of):
             name, dtype, shape = first.get(of, of), _DTYPES[x.dtype], shapes[of]
@@ -79,11 +79,13 @@ def sizes(program: Program) -> dict[str, Numbers]:
     plan = Plan(program)
     shapes = {n: p.shapes[n] for n, p in plan.params.items()}
     shapes |= {n: b.shape for n, b in plan.buffers.items() if b.persistent and b.dtype.is_floating_point}
-    return shapes | {alias: shapes[x.fqn] for x in _tied(program) for alias in x.aliases if x.fqn in shapes}
+    return shapes | {alias: shapes[first] for alias, first in ties(program).items() if first in shapes}
 
 
-def _tied(program: Program) -> list[Param | Buffer]:
-    return [*program.params, *program.buffers]
+def ties(program: Program) -> dict[str, str]:
+    """Return the first name of each tensor under its other names."""
+    stored: list[Param | Buffer] = [*program.params, *program.buffers]
+    return {alias: x.fqn for x in stored for alias in x.aliases}
 
 
 def _readable(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
@@ -165,7 +167,7 @@ class _Plan:
 
     def __init__(self, target: Target, program: Program, mesh: Any) -> None:
         layout, self.target = target.layout, target
-        checked(layout, sizes(program))
+        checked(layout, sizes(program), ties(program))
         self.of = sources(Plan(program), layout)
         self.shapes = {name: s.shape for (name, _), s in self.of.items()}
         self.over: Transport = target.over(mesh)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.patterns import match
 from shardc.ir.similar_names import did_you_mean
 from shardc.runtime.state.boxes import Box, Numbers, disjoint, overlap, whole, without
 
@@ -112,7 +113,7 @@ def by_rank(entries: Sequence[T], rank: int) -> T:
 class Layout:
     """The tensors of an engine of so many ranks, by its names.
 
-    unused: names of the model's tensors that the engine does not keep. origin: the convention behind it and its
+    unused: patterns of names of the model's tensors that the engine does not keep. origin: the convention behind it and its
     settings (shardc.features.reshard.conventions); `check` compares the layout with it.
     """
 
@@ -200,16 +201,17 @@ def _of_scales(part: Part, scale: Scale, shape: Numbers) -> Part:
 # --- the proof of a layout
 
 
-def check(layout: Layout, shapes: Sizes) -> None:
+def check(layout: Layout, shapes: Sizes, ties: Mapping[str, str] | None = None) -> None:
     """Raise ShardcError unless each element of the engine's tensors is written once, and each of the model's is read.
 
-    shapes: of the model's tensors, by all their names. Nothing is run.
+    shapes: of the model's tensors, by all their names. ties: {other name: first name}. Nothing is run.
     """
     errors = Errors()
     if layout.ranks < 1:
         errors.add(f"an engine of {layout.ranks} ranks", where="ranks", fix="a whole number from 1 on")
         errors.raise_any()
-    read: dict[str, list[tuple[Numbers, Numbers]]] = {n: [] for n in shapes}
+    ties = ties or {}
+    read: dict[str, list[tuple[Numbers, Numbers]]] = {n: [] for n in shapes if n not in ties}
     for name, x in layout.tensors.items():
         with errors.collect():
             _check_form(name, x, layout.ranks, shapes)
@@ -217,13 +219,13 @@ def check(layout: Layout, shapes: Sizes) -> None:
                 _check_written(name, x, rank)
             for p in x.parts:
                 if p.of:
-                    read[p.of] += (box for box in p.boxes if box is not None)
+                    read[ties.get(p.of, p.of)] += (box for box in p.boxes if box is not None)
     errors.raise_any()
-    for n in layout.unused:
-        if n not in shapes:
-            errors.add(f"the model has no tensor {n!r}", where="unused", fix=did_you_mean(n, shapes, "remove it"))
+    for p in layout.unused:
+        if not any(match(p, n) for n in shapes):
+            errors.add(f"the model has no tensor {p!r}", where="unused", fix=did_you_mean(p, shapes, "remove it"))
     for n, boxes in read.items():
-        if n not in layout.unused and (rest := _rest(shapes[n], boxes)):
+        if not any(match(p, n) for p in layout.unused) and (rest := _rest(shapes[n], boxes)):
             (offset, shape), *_ = rest
             missing = "it" if not boxes else f"its box at {list(offset)} of {list(shape)}"
             fix = "add a part of it to one of the engine's tensors, or list it in `unused`"

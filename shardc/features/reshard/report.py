@@ -25,7 +25,7 @@ from typing import Any
 from shardc.cost.measured.device_file import device
 from shardc.errors import ShardcError
 from shardc.features.reshard.conventions import checked
-from shardc.features.reshard.engines import sizes, sources, wanted
+from shardc.features.reshard.engines import sizes, sources, ties, wanted
 from shardc.features.reshard.layout import Layout
 from shardc.features.reshard.moves import BUCKET
 from shardc.features.reshard.places import InPlan, Kept, Plan, Wanted, weights
@@ -133,7 +133,7 @@ def resharding(old: Program, new: Program | Layout | str | Path, moments: int = 
         ]
         return Resharding(old.mesh, new.mesh, moments, *_sent(moved, new.mesh.world))
     layout = new if isinstance(new, Layout) else Layout.load(new)
-    checked(layout, sizes(old))
+    checked(layout, sizes(old), ties(old))
     if moments:
         raise ShardcError("an engine has no optimizer", where="moments", fix="leave it out")
     processes = [*[None] * old.mesh.world, *range(layout.ranks)]

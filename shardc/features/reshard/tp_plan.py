@@ -13,8 +13,13 @@ from shardc.passes.annotate import model_plan
 _EXPERTS = "grouped_gemm"
 
 
-def transformers(model: nn.Module, tp: int = 1, *, ep: bool = False, dtype: str = "bfloat16") -> Layout:
-    """Return the layout of a model under its own tp_plan, over `tp` ranks. ep: experts by its ep_plan."""
+def transformers(
+    model: nn.Module, tp: int = 1, *, ep: bool = False, dtype: str = "bfloat16", within: str = ""
+) -> Layout:
+    """Return the layout of a model under its own tp_plan, over `tp` ranks. ep: experts by its ep_plan.
+
+    within: its name in the module that is trained, if that wraps it.
+    """
     plan = model_plan.read(model) | (dict(getattr(model, "ep_plan", None) or {}) if ep else {})
     if tp > 1 and not plan:
         fix = "describe the layout: engines.described"
@@ -28,4 +33,5 @@ def transformers(model: nn.Module, tp: int = 1, *, ep: bool = False, dtype: str 
         for p, word in plan.items()
     }
     split = {p: m for p, m in meant.items() if m[0] is not None}
-    return of_origin({"of": "transformers", "tp": tp, "dtype": dtype, "plan": split}, sizes_of(model))
+    settings = {"tp": tp, "dtype": dtype, "within": within, "plan": split}
+    return of_origin({"of": "transformers", **settings}, sizes_of(model, within))

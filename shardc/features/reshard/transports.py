@@ -5,7 +5,8 @@ An object with these names may take their place, over NIXL or torchstore: `engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -72,23 +73,37 @@ class OverAddress:
         if not host or not port.isdecimal():
             fix = 'such as "10.0.0.1:29600": the host of the first rank that trains, and a free port'
             raise ShardcError(f"{address!r} is no address", where="shardc.engines", fix=fix)
-        self.world, self.rank, self.device, self._texts = world, rank, torch.device(device), 0
-        wait = timedelta(seconds=WAIT)
-        self._store = dist.TCPStore(host, int(port), world, rank == 0, wait)
-        make = dist.ProcessGroupNCCL if self.device.type == "cuda" else dist.ProcessGroupGloo
-        self._group = make(dist.PrefixStore("weights", self._store), rank, world, wait)
+        self.world, self.rank, self.device = world, rank, torch.device(device)
+        self._address, self._texts, wait = address, 0, timedelta(seconds=WAIT)
+        with self._others():
+            self._store = dist.TCPStore(host, int(port), world, rank == 0, wait)  # type: ignore[attr-defined]
+            make: Any = dist.ProcessGroupNCCL if self.device.type == "cuda" else dist.ProcessGroupGloo
+            group = dist.PrefixStore("weights", self._store)  # type: ignore[attr-defined]
+            self._group = make(group, rank, world, wait)
+
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:  # torch's network errors
+            fault = f"other processes of these {self.world} ended, or never came: {str(e).splitlines()[0]}"
+            fix = "look at their errors; then start both worlds again, as a connection is made once"
+            raise ShardcError(fault, where=self._address, fix=fix) from e
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
         x = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        self._group.allreduce([x]).wait()
+        with self._others():
+            self._group.allreduce([x]).wait()
         sums: list[int] = x.tolist()
         return sums
 
     def exchange(self, x: Tensor, into: Tensor, counts: tuple[list[int], list[int]]) -> None:
-        self._group.alltoall_base(into, x, counts[1], counts[0]).wait()
+        with self._others():
+            self._group.alltoall_base(into, x, counts[1], counts[0]).wait()
 
     def spread(self, text: str) -> str:
         self._texts += 1
-        if self.rank == 0:
-            self._store.set(f"text {self._texts}", text)
-        return str(self._store.get(f"text {self._texts}").decode())
+        with self._others():
+            if self.rank == 0:
+                self._store.set(f"text {self._texts}", text)
+            return str(self._store.get(f"text {self._texts}").decode())

@@ -21,7 +21,7 @@ import shardc
 from shardc import engines
 from shardc.api import Program
 from shardc.features.reshard import conventions
-from shardc.features.reshard.engines import sizes
+from shardc.features.reshard.engines import sizes, ties
 from shardc.features.reshard.layout import Layout, by_rank, check
 from shardc.runtime import launch
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -241,7 +241,7 @@ def spoiled(layout: Layout, n: int) -> tuple[str, Layout]:
 def test_wrong_layouts_are_refused_before_anything_is_sent(kind: str) -> None:
     model, program = compiled("tp")
     right: Layout = getattr(engines, kind)(model, 2)
-    conventions.checked(right, sizes(program))
+    conventions.checked(right, sizes(program), ties(program))
     passed = []
     for n in range(50 if kind == "vllm" else 10):
         fault, wrong = spoiled(right, n) if kind == "vllm" else spoiled(right, n + (n % 10 == 0))
