@@ -30,16 +30,12 @@ aten = torch.ops.aten
 
 def as_ops(text: Text, n: fx.Node) -> Any:
     """Return the key of a line of such a loss, as the model's op; None for another line or a wrong one."""
-    try:
-        return _as_ops(text, n)
-    except (LookupError, ValueError, TypeError, AttributeError, AssertionError, ShardcError):
-        return None  # invalid arguments: the text may come from anywhere
-
-
-def _as_ops(text: Text, n: fx.Node) -> Any:
     args: Any = n.args
-    if n.target is operator.getitem and args[0].target is ops.in_chunks:
-        return _of_rows(text, args[0], args[1])
+    try:
+        if n.target is operator.getitem and args[0].target is ops.in_chunks:
+            return _of_rows(text, args[0], args[1])
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError, ShardcError):
+        pass  # invalid arguments: the text may come from anywhere
     return None
 
 

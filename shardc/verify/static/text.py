@@ -117,10 +117,10 @@ class Text:
             if node.op == "call_function" and node not in self.explained and known:
                 yield node
 
-    def unwritten(self, key: Any, target: Any = ops.start, args: Any = (), kwargs: Any = None) -> fx.Node:
+    def unwritten(self, key: Any, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Return a node for a value that the text has no line for, and that other such lines may read."""
         if key not in self.by_call:
-            node = fx.Node(fx.Graph(), "unwritten", "call_function", target, args, kwargs or {})
+            node = fx.Node(fx.Graph(), "unwritten", "call_function", target, args, kwargs)
             for x in node.all_input_nodes:
                 del x.users[node]  # the text's graph stays as it is
                 self.readers.setdefault(x, []).append(node)
