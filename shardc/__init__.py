@@ -79,8 +79,8 @@ _INSTEAD = dict.fromkeys(
 
 
 def __getattr__(name: str) -> object:
-    if name == "text":
-        return import_module("shardc.text")
+    if name in ("engines", "text"):
+        return import_module(f"shardc.{name}")
     if name not in _MODULES:
         hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"module 'shardc' has no attribute {name!r}{hint}")

@@ -48,7 +48,7 @@ class Messages:
             own = n.name, "send_recv" if n.op == "placeholder" else ""
             if n.target is ops.gather_start:
                 gathers.append(n)
-            elif own in ran or cost is None:  # not: values from another stage of the same rank, or backward of frozen ops
+            elif own in ran or cost is None:  # not: values of the same rank's stages, backward of frozen ops
                 shown = layers.same(n) if n.op == "call_function" else received.setdefault(n.name, n)
                 if shown not in self.of_node:
                     self.of_node[shown] = len(self.all)

@@ -19,6 +19,7 @@ from shardc.errors import ShardcError
 from shardc.features.reshard.moves import Moves
 from shardc.features.reshard.places import Plan, weights
 from shardc.features.reshard.runtime import local_tensors
+from shardc.features.reshard.transports import OverMesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import zoo
 from tests.features.generation.test_runtime import WEIGHTS
@@ -230,7 +231,7 @@ def test_rounds_are_bounded(bucket: int) -> None:
         engine = old.engine(source, None, mesh=mesh)
         other = new.engine(lambda: Two(), None, mesh=mesh.seen_as(new.mesh), seed=7)
         first = len(mesh.records)
-        move = Moves(mesh, weights(Plan(old), Plan(new), all_buffers=False), bucket)
+        move = Moves(OverMesh(mesh), weights(Plan(old), Plan(new), all_buffers=False), bucket)
         move(local_tensors(engine._saver), local_tensors(other._saver))
         same(engine, other)
         sent = [r.bytes for r in mesh.records[first:] if r.tag == "reshard"]
