@@ -223,6 +223,22 @@ def test_a_batch_of_other_sizes_and_a_score() -> None:
     assert abs(float(score.mean() + whole)) < 1e-12
 
 
+def test_a_batch_that_is_padded_to_a_length() -> None:
+    model, batch = built()
+    lengths = {"batch": {"lengths": [TOKENS], "pad": {"ids": 0, "labels": -100}}}
+    p, few = program("replay", mesh={"dp": 2}, **lengths), {n: x[:, :6] for n, x in batch.items()}
+    given = {n: x[:, :6] for n, x in others().items()}
+    whole = {n: x.clone() for n, x in others().items()}
+    one = simulated(program("replay"), ids=few["ids"], labels=few["labels"], choices=given)
+
+    def work(mesh: Any) -> list[Tensor]:
+        engine = p.engine(model, None, mesh=mesh)
+        return [engine.backward(few, choices=given), engine.backward(few, choices=whole)]
+
+    for losses in loopback(p.mesh, work):
+        assert all(abs(float(loss - one.loss)) < 1e-12 for loss in losses)
+
+
 def test_weights_are_given_beside_the_indices() -> None:
     both = {"*.gate": {"mode": "record", "weights": True}}
     one = simulated(program(both))
