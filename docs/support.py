@@ -55,6 +55,8 @@ FEATURES = (
     ),
     Feature("experts", {"mesh": {"ep": 2}, "experts": [_EXPERTS]}, "experts"),
     Feature("experts with capacity", {"mesh": {"ep": 2}, "experts": [{**_EXPERTS, "capacity": 1.25}]}, "experts"),
+    Feature("choices recorded", {"choices": {"*.mlp.gate": "record"}}, "choices"),
+    Feature("choices replayed", {"choices": {"*.mlp.gate": "replay"}}, "choices"),
     Feature("recomputation", {"checkpoint": [_SAVE]}, "checkpoint"),
     Feature("activation offload", {"checkpoint": [{**_SAVE, "offload": "cpu"}]}, "checkpoint"),
     Feature("loss in chunks", {"loss": {"chunks": 2}}),

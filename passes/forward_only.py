@@ -71,12 +71,16 @@ class ForwardOnly(Pass):
         graph = copy_graph(program.graph)
         outputs = program.outputs
         if self.options.forward == "score":
+            returned: Any = graph.output_node().args[0]
+            beside = zip(outputs, returned[1][len(returned[1]) - len(outputs) :], strict=True)
+            choices = {o: n for o, n in beside if o.name in program.features.get("choices", ())}
             scores = _score(graph)
             outputs = tuple(
                 Output(name, value_of(n).shape, value_of(n).dtype, divisor=SCORED if name == MEAN_SCORE else "")
                 for name, n in scores.items()
             )
-            graph.output_node().args = ((None, tuple(scores.values())),)
+            outputs = (*outputs, *choices)
+            graph.output_node().args = ((None, (*scores.values(), *choices.values())),)
         for node in list(graph.nodes):
             if node.target is aten.detach.default:
                 node.replace_all_uses_with(node.args[0])

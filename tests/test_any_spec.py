@@ -32,6 +32,7 @@ from shardc.cost import Cost
 from shardc.passes.annotate import model_plan
 from shardc.recompile import in_eval_mode
 from shardc.report.page.data import data as page_data
+from shardc.runtime.data.inputs import with_choices
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
@@ -253,6 +254,8 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
             check(program, model, batch, alone(name, json.dumps(own)) if own else want)
             if not own and (fuzz or len(str(spec)) % 4 == 0):
                 whole_matrices(name, spec)
+            if not own:
+                chosen(name, spec)
             if not own and (fuzz or len(str(spec)) % 2 == 0):
                 resharded(before.setdefault(program.mesh.world, program), program, model, batch)
                 before[program.mesh.world] = program
@@ -306,6 +309,42 @@ def whole_matrices(name: str, spec: dict[str, Any]) -> None:
     model, batch, captured, _ = one(name)
     program = shardc.compile(model, batch, {**spec, "optimizer": {"matrices": "whole"}}, captured=captured)
     check(program, model, batch, one_of_matrices(name), lamb)
+
+
+@lru_cache(maxsize=2)
+def recorded(name: str) -> tuple[dict[str, Tensor], Simulation] | None:
+    """All choices of a model, and two steps with these on one device; None if it makes none."""
+    model, batch, captured, _ = one(name)
+    spec = {"shardc": 1, "mesh": {"dp": 1}}
+    try:
+        record, replay = (
+            shardc.compile(model, batch, {**spec, "choices": {"*": mode}}, captured=captured)
+            for mode in ("record", "replay")
+        )
+    except shardc.ShardcError as e:
+        if "makes no choice" not in str(e) and "do not follow from it" not in str(e):
+            raise
+        return None
+    outputs = shardc.verify.simulate(record, model, batch).outputs
+    given = {n: outputs[n] for n in record.features.get("choices", ())}
+    batch = with_choices(batch, given)
+    return given, shardc.verify.simulate(replay, model, batch, steps=2, optimizer=momentum)
+
+
+def chosen(name: str, spec: dict[str, Any]) -> None:
+    """The same spec with all choices given."""
+    model, batch, captured, _ = one(name)
+    if (known := recorded(name)) is None:
+        return
+    given, want = known
+    try:
+        program = shardc.compile(model, batch, {**spec, "choices": {"*": "replay"}}, captured=captured)
+    except shardc.ShardcError as e:  # `use: structure` finds other pairs in a graph without what made the choices
+        event(e.errors[0].what)
+        return
+    check(program, model, with_choices(batch, given), want)
+    proof = program.prove()
+    assert proof.ok, str(proof)
 
 
 def resharded(old: Program, new: Program, model: nn.Module, batch: Any) -> None:

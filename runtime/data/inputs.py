@@ -383,8 +383,11 @@ def from_call(
     takes: from `arguments`. Positional arguments for a program that was compiled from keyword arguments (or the other
     way) are matched by the names in the model's forward.
     """
+    if CHOICES in kwargs and any(x.choice is not None for x in program.inputs):
+        own = {name: x for name, x in kwargs.items() if name != CHOICES}
+        return with_choices(from_call(program, takes, args, own), kwargs[CHOICES])
     names = list(takes)
-    heads = {x.path[0] if x.path else None for x in program.inputs}
+    heads = {x.path[0] if x.path else None for x in program.inputs if x.choice is None}
     check_keywords(program, kwargs, takes)
     if heads == {None}:
         return next(iter((*args, *kwargs.values())), None)

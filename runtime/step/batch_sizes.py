@@ -64,11 +64,12 @@ def _padded(
 ) -> Any:
     dims = batch_dims(program)
     length_dim = {x.path: 0 if dims[x.name] == 1 else 1 for x in program.inputs}
-    fill: dict[Path, float] = {}
+    fill: dict[Path, float | None] = {}
     for x, leaf in _inputs_in(program, batch):
         name = name_of(x.path)
         number = next((n for pattern, n in fills.items() if match(pattern, name)), None)
-        if number is None or not isinstance(leaf, Tensor) or leaf.dim() <= length_dim[x.path]:
+        repeats = x.choice is not None and x.choice.tokens == length_dim[x.path]
+        if (number is None and not repeats) or not isinstance(leaf, Tensor) or leaf.dim() <= length_dim[x.path]:
             continue
         if local and x.layout.shards(length_dim[x.path]):
             fault = "its length is split over ranks, so its parts cannot be padded separately"
@@ -98,6 +99,9 @@ def _padded(
         if path not in fill or leaf.shape[length_dim[path]] == size:
             return leaf
         d = length_dim[path]
+        if fill[path] is None:  # choices: those of the last token, which fit
+            last = torch.full((size - leaf.shape[d],), leaf.shape[d] - 1, device=leaf.device)
+            return torch.cat([leaf, leaf.index_select(d, last)], d)
         return pad(leaf, (*[0, 0] * (leaf.dim() - 1 - d), 0, size - leaf.shape[d]), value=fill[path])
 
     return mapped(batch, (), longer)

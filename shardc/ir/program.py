@@ -148,7 +148,7 @@ class Program:
     @property
     def scores(self) -> bool:
         """Whether the program is forward-only and returns the log-probabilities of its loss's targets."""
-        return self.forward_only and tuple(o.name for o in self.outputs) == (SCORE, MEAN_SCORE, SCORED)
+        return self.forward_only and tuple(o.name for o in self.outputs[:3]) == (SCORE, MEAN_SCORE, SCORED)
 
     @property
     def module_aliases(self) -> dict[str, tuple[str, ...]]:

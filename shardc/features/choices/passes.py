@@ -37,7 +37,7 @@ from shardc.ir.types import behind, continuous, infer, op_name
 from shardc.passes import Entry
 from shardc.passes.annotate.batch_rows import batch_rows
 from shardc.passes.base import Pass
-from shardc.rules.core.op_call import arguments_of
+from shardc.passes.canonical.rewrite import Args
 from shardc.runtime.data.inputs import CHOICES
 from shardc.spec.model_names import Selector, select_modules
 
@@ -59,10 +59,6 @@ class _Made:
     entry: section.Choice
     name: str = ""
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.op.name, self.index
-
 
 @dataclass(frozen=True)
 class ChooseOutside(Pass):
@@ -72,12 +68,13 @@ class ChooseOutside(Pass):
         return bool(section.of(self.spec)) and not isinstance(self.options.forward, OtherForward)
 
     def run(self, program: Program) -> Program:
-        made = self._selected(program)
+        made, notes = self._selected(program)
+        program = replace(program, notes=(*program.notes, *notes))
         trial = _Writer(replace(program, graph=copy_graph(program.graph)), self.spec)
         names = {n.name: n for n in trial.graph.nodes}
-        given = {m.key: trial.replay(replace(m, op=names[m.op.name]), "choice") for m in made}
+        given = [trial.replay(replace(m, op=names[m.op.name]), "choice") for m in made]
         needed = behind([trial.graph.output_node()])
-        made = [m for m in made if given[m.key] in needed]
+        made = [m for m, placeholder in zip(made, given, strict=True) if placeholder in needed]
         writer = _Writer(replace(program, graph=copy_graph(program.graph)), self.spec)
         names = {n.name: n for n in writer.graph.nodes}
         errors = Errors()
@@ -87,8 +84,8 @@ class ChooseOutside(Pass):
         errors.raise_any()
         return writer.program()
 
-    def _selected(self, program: Program) -> list[_Made]:
-        """Return the choices of the modules that the spec names, in the order of the graph. Raises ShardcError."""
+    def _selected(self, program: Program) -> tuple[list[_Made], list[str]]:
+        """Return the choices of the modules that the spec names, in the order of the graph, and notes."""
         entries, errors, notes = section.of(self.spec), Errors(), list[str]()
         every, modules = list(_choices(program)), {""}
         for node in calls(program.graph):
@@ -111,7 +108,7 @@ class ChooseOutside(Pass):
             for choices in inside.values():
                 chosen |= {c: entry for c in choices if c not in chosen}
         errors.raise_any()
-        return [_Made(*c, chosen[c]) for c in every if c in chosen]
+        return [_Made(*c, chosen[c]) for c in every if c in chosen], notes
 
 
 def _inside(module: str, name: str) -> bool:
@@ -120,7 +117,8 @@ def _inside(module: str, name: str) -> bool:
 
 def _choices(program: Program) -> Iterator[tuple[fx.Node, int]]:
     """Yield (op, index of the result) of each choice: made of floats that depend on weights, batch or random draws."""
-    depends = {n for n in program.graph.nodes if n.op == "placeholder" and n.name in _varying(program)}
+    varying = {"rng", *(p.name for p in program.params), *(x.name for x in program.inputs)}
+    depends = {n for n in program.graph.nodes if n.op == "placeholder" and n.name in varying}
     for node in program.graph.nodes:
         if node.op == "placeholder" or depends.isdisjoint(node.all_input_nodes):
             continue
@@ -130,10 +128,6 @@ def _choices(program: Program) -> Iterator[tuple[fx.Node, int]]:
         if any(continuous(v) for x in operands_of(node) if x in depends for v in values_of(x) if v is not None):
             values = values_of(node)
             yield from ((node, i) for i, v in enumerate(values) if v is not None and not continuous(v))
-
-
-def _varying(program: Program) -> set[str]:
-    return {"rng", *(p.name for p in program.params), *(x.name for x in program.inputs)}
 
 
 def _named(made: Sequence[_Made]) -> Iterator[_Made]:
@@ -169,31 +163,21 @@ class _Writer:
 
     def write(self, m: _Made) -> None:
         """Make a choice an output or an input. Raises ShardcError where weights are wanted and there are none."""
-        weights = self._weights(m) if m.entry.weights else None
-        if m.entry.mode == "record":
-            self._record(m.name, _result(m.op, m.index) or self._getitem(m.op, m.index), m)
-            if weights is not None:
-                self._record(f"{m.name}.weights", weights, m)
-            return
-        if weights is not None:
-            new = self._input(f"{m.name}.weights", weights, m, Choice(source_of(m.op).module, value_of(weights).shape))
-            weights.replace_all_uses_with(new)
-        self.replay(m, m.name)
+        weights, replays = self._weights(m) if m.entry.weights else None, m.entry.mode == "replay"
+        if not replays:
+            self._record(m.name, self._result(m), m)
+        if weights is not None and not replays:
+            self._record(f"{m.name}.weights", weights, m)
+        if weights is not None and replays:
+            weights.replace_all_uses_with(self._input(f"{m.name}.weights", weights, m))
+        if replays:
+            self.replay(m, m.name)
 
     def replay(self, m: _Made, name: str) -> fx.Node:
         """Replace a choice, and the values that its op gives beside it, by what is given. Return the placeholder."""
-        op, named = m.op, _arguments(m.op)
-        value = values_of(op)[m.index]
-        dim, x = named.get("dim"), op.args[0] if op.args else None
-        along = x.meta["value"].shape if isinstance(x, fx.Node) and isinstance(x.meta.get("value"), Value) else ()
-        below, distinct = 0, None
-        if value.dtype != torch.bool and "dim" in named and along:
-            at = dim % len(along) if dim is not None else 0
-            below = along[at] if dim is not None else math.prod(along)
-            distinct = at if op_name(op.target) in _DISTINCT and dim is not None else None
-        old = _result(op, m.index) or self._getitem(op, m.index)
-        choice = Choice(source_of(op).module, value.shape, below=below, distinct=distinct)
-        new = self._input(name, old, m, choice)
+        op, old, (dim, along) = m.op, self._result(m), _along(m.op)
+        value, x = value_of(old), op.args[0]
+        new = self._input(name, old, m)
         placeholder = next(n for n in behind([new]) if n.op == "placeholder")
         old.replace_all_uses_with(new)
         beside = [u for u in op.users if u.target is operator.getitem and u is not old and u.users]
@@ -203,16 +187,16 @@ class _Writer:
                 what = f"{op_name(op.target)} gives {v.dtype} beside the choice, which do not follow from it"
                 raise source_of(op).error(what, "leave this module out of `choices`")
             emit = partial(self._emit, op)
-            index = new if len(value.shape) == len(along) else emit(aten.unsqueeze.default, new, dim % len(along))
-            taken = emit(aten.gather.default, x, dim % len(along), index)
+            index = new if len(value.shape) == len(along) else emit(aten.unsqueeze.default, new, dim)
+            taken = emit(aten.gather.default, x, dim, index)
             if index is not new:
-                taken = emit(aten.squeeze.dim, taken, dim % len(along))
+                taken = emit(aten.squeeze.dim, taken, dim)
             values.replace_all_uses_with(taken)
         return placeholder
 
     def _record(self, name: str, node: fx.Node, m: _Made) -> None:
         value, emit = value_of(node), partial(self._emit, self.graph.output_node(), like=m.op)
-        shape, _ = self._shape(node, Choice("", value.shape))
+        shape, _ = self._shape(m, value)
         if continuous(value):
             node = emit(aten.detach.default, node) if value.requires_grad else node
         elif value.dtype != torch.bool:
@@ -221,10 +205,10 @@ class _Writer:
             node = emit(aten.reshape.default, node, list(shape))
         self._outputs.append((Output(name, shape, value_of(node).dtype, as_made=True), node))
 
-    def _input(self, name: str, old: fx.Node, m: _Made, choice: Choice) -> fx.Node:
+    def _input(self, name: str, old: fx.Node, m: _Made) -> fx.Node:
         """Add an input in place of a value; return it in the type of that value."""
         value = value_of(old)
-        shape, choice = self._shape(old, choice)
+        shape, choice = self._shape(m, value)
         dtype = value.dtype if continuous(value) or value.dtype == torch.bool else torch.int32
         with self.graph.inserting_after(self._last):
             self._last = self.graph.placeholder(re.sub(r"\W", "_", f"choice_{name}"))
@@ -236,10 +220,15 @@ class _Writer:
         new = emit(aten._to_copy.default, new, dtype=value.dtype) if dtype != value.dtype else new
         return emit(aten.reshape.default, new, list(value.shape)) if shape != value.shape else new
 
-    def _shape(self, node: fx.Node, choice: Choice) -> tuple[tuple[int, ...], Choice]:
-        """Return the shape of an input or output, with rows and tokens as two dims, and which dims these are."""
-        own, (rows, lengths) = choice.shape, self._rows
-        if not own or choice.distinct == 0 or _moved(node) or not rows or own[0] % rows:
+    def _shape(self, m: _Made, value: Value) -> tuple[tuple[int, ...], Choice]:
+        """Return the shape of a choice, or of its weights, with rows and tokens as two dims; and what it is."""
+        (dim, along), own, (rows, lengths) = _along(m.op), value.shape, self._rows
+        choice = Choice(source_of(m.op).module, own)
+        if not continuous(value) and value.dtype != torch.bool and along:
+            distinct = dim if op_name(m.op.target) in _DISTINCT else None
+            choice = replace(choice, below=math.prod(along) if dim is None else along[dim], distinct=distinct)
+        kept = dim == 0 and op_name(m.op.target) in _DISTINCT  # it chooses among rows
+        if not own or kept or _moved(m.op) or not rows or own[0] % rows:
             return own, choice
         merged = own[0] != rows
         shape = (rows, own[0] // rows, *own[1:]) if merged else own
@@ -249,11 +238,10 @@ class _Writer:
 
     def _weights(self, m: _Made) -> fx.Node:
         """Return the weights beside a choice: of its op, or else what is gathered at its indices."""
-        old = _result(m.op, m.index)
         for user in m.op.users:
             if user.target is operator.getitem and user.args[1] != m.index and user.users:
                 return user
-        todo, seen = list(old.users if old is not None else ()), set[fx.Node]()
+        todo, seen = list(self._result(m).users), set[fx.Node]()
         while todo:
             node = todo.pop(0)
             if node in seen or not isinstance(node.meta.get("value"), Value):
@@ -266,14 +254,17 @@ class _Writer:
         fault = f"weights: true, but the choice of {source_of(m.op).module or 'the model'} has no weights beside it"
         raise source_of(m.op).error(fault, "leave `weights` out for it")
 
-    def _getitem(self, op: fx.Node, index: int) -> fx.Node:
-        """Return the result of an op, which nothing has read so far."""
+    def _result(self, m: _Made) -> fx.Node:
+        """Return the node of a choice."""
+        op, i = m.op, m.index
         if not isinstance(op.meta["value"], tuple):
             return op
-        with self.graph.inserting_after(op):
-            new = self.graph.call_function(operator.getitem, (op, index))
-        new.meta = {"value": op.meta["value"][index], "source": source_of(op)}
-        return new
+        known = next((u for u in op.users if u.target is operator.getitem and u.args[1] == i), None)
+        if known is None:  # nothing has read it so far
+            with self.graph.inserting_after(op):
+                known = self.graph.call_function(operator.getitem, (op, i))
+            known.meta = {"value": op.meta["value"][i], "source": source_of(op)}
+        return known
 
     def _emit(self, before: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(before):
@@ -282,18 +273,17 @@ class _Writer:
         return new
 
 
-def _result(op: fx.Node, index: int) -> fx.Node | None:
-    """Return the node of an op's result; None if nothing reads it."""
-    if not isinstance(op.meta["value"], tuple):
-        return op
-    return next((u for u in op.users if u.target is operator.getitem and u.args[1] == index), None)
+def _along(op: fx.Node) -> tuple[int | None, tuple[int, ...]]:
+    """Return the dim along which an op chooses (None: among all elements), and the shape of what it chooses from.
 
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call by name, with defaults."""
-    known = arguments_of(node.target)
-    named = {name: default for name, (_, default) in known.items()}
-    return named | dict(zip(known, node.args, strict=False)) | dict(node.kwargs)
+    The shape is () where an op has no such dim, as a comparison.
+    """
+    named = Args(op.target, op.args, op.kwargs).named  # type: ignore[arg-type]
+    value = op.args[0].meta.get("value") if op.args and isinstance(op.args[0], fx.Node) else None
+    if "dim" not in named or not isinstance(value, Value) or not value.shape:
+        return None, ()
+    dim = named["dim"]
+    return dim if dim is None else dim % len(value.shape), value.shape
 
 
 def _moved(node: fx.Node) -> bool:

@@ -133,6 +133,79 @@ def test_an_engine_takes_choices_and_returns_them() -> None:
     assert all(torch.equal(values[n], given[n]) for n in GATES)
 
 
+class Router(torch.nn.Module):
+    """A router whose batch is a tensor, or a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = models.Gate()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        weights, index = self.gate(x)
+        taken = (torch.nn.functional.one_hot(index, EXPERTS) * weights[..., None]).sum(-2)
+        return (x[:, :EXPERTS] * taken).square().mean() + (0.0 if y is None else y.mean())
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple"])
+def test_a_batch_without_names_and_a_module(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Router().double(), torch.randn(8, models.HIDDEN).double()
+    batch: Any = x if kind == "tensor" else (x, x + 1)
+    spec = {"shardc": 1, "mesh": {"dp": 2}}
+    one = shardc.simulate(shardc.compile(model, batch, spec | {"choices": {"gate": "record"}}), model, batch)
+    p = shardc.compile(model, batch, spec | {"choices": {"gate": "replay"}})
+    assert p.verify().ok
+
+    def work(mesh: Any) -> list[Tensor]:
+        mine = slice(4 * mesh.rank, 4 * mesh.rank + 4)
+        rows = [t[mine] for t in ([batch] if kind == "tensor" else batch)]
+        module = p.module(model, mesh=mesh)
+        given = {n: c[mine] for n, c in one.outputs.items()}
+        return [p.engine(model, None, mesh=mesh).backward(batch, choices=one.outputs), module(*rows, choices=given)]
+
+    for losses in loopback(p.mesh, work):
+        assert all(abs(float(loss.detach() - one.loss)) < 1e-12 for loss in losses)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Samples with their choices."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        own = {n: x[i] for n, x in built()[1].items()}
+        return {**own, "choices": {n: x[i] for n, x in recorded().outputs.items()}}
+
+
+@pytest.mark.parametrize("name", ["dp", "dp × cp"])
+def test_a_dataset_gives_choices(name: str) -> None:
+    p = program("replay", **SPECS[name])
+
+    def work(mesh: Any) -> list[Tensor]:
+        engine = p.engine(built()[0], None, mesh=mesh)
+        return [engine.backward(part, local=True) for part in engine.loader(Rows(), shuffle=True)]
+
+    for (loss,) in loopback(p.mesh, work):
+        assert abs(float(loss - recorded().loss)) < 1e-12
+
+
+def test_a_score_records() -> None:
+    model, batch = built()
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "choices": {"*.gate": "record"}}
+    p = shardc.compile(model, batch, spec, loss=models.loss, forward="score")
+    assert p.scores
+    assert p.prove().ok
+
+    def work(mesh: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+        run = p.forward(model, mesh=mesh)
+        return run(batch, gather=True), run.score_all([batch])
+
+    values, means = loopback(p.mesh, work)[0]
+    assert all(torch.equal(values[n], recorded().outputs[n]) for n in GATES)
+    assert abs(means["logprob"] + float(recorded().loss)) < 1e-12
+
+
 def test_a_batch_of_other_sizes_and_a_score() -> None:
     model, batch = built()
     p, given = program("replay", mesh={"dp": 2}), recorded().outputs
@@ -148,6 +221,22 @@ def test_a_batch_of_other_sizes_and_a_score() -> None:
     loss, score, whole = loopback(p.mesh, work)[0]
     assert abs(float(loss - shardc.simulate(one, model, few).loss)) < 1e-12
     assert abs(float(score.mean() + whole)) < 1e-12
+
+
+def test_a_batch_that_is_padded_to_a_length() -> None:
+    model, batch = built()
+    lengths = {"batch": {"lengths": [TOKENS], "pad": {"ids": 0, "labels": -100}}}
+    p, few = program("replay", mesh={"dp": 2}, **lengths), {n: x[:, :6] for n, x in batch.items()}
+    given = {n: x[:, :6] for n, x in others().items()}
+    whole = {n: x.clone() for n, x in others().items()}
+    one = simulated(program("replay"), ids=few["ids"], labels=few["labels"], choices=given)
+
+    def work(mesh: Any) -> list[Tensor]:
+        engine = p.engine(model, None, mesh=mesh)
+        return [engine.backward(few, choices=given), engine.backward(few, choices=whole)]
+
+    for losses in loopback(p.mesh, work):
+        assert all(abs(float(loss - one.loss)) < 1e-12 for loss in losses)
 
 
 def test_weights_are_given_beside_the_indices() -> None:
