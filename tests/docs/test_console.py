@@ -38,7 +38,10 @@ def output_of(command: str) -> str:
     module = {"shardc": "shardc", "torchrun": "torch.distributed.run"}[program]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     arguments = [sys.executable, "-m", module, *words]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path})
+    for _ in range(3):
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path})
+        if "terminate called without an active exception" not in done.stderr:
+            break  # else torch has aborted a process that had done its work: github.com/pytorch/pytorch/pull/179291
     assert done.returncode == 0, done.stderr
     return done.stdout
 

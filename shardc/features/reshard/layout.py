@@ -221,11 +221,12 @@ def check(layout: Layout, shapes: Sizes, ties: Mapping[str, str] | None = None) 
                 if p.of:
                     read[ties.get(p.of, p.of)] += (box for box in p.boxes if box is not None)
     errors.raise_any()
-    for p in layout.unused:
-        if not any(match(p, n) for n in shapes):
-            errors.add(f"the model has no tensor {p!r}", where="unused", fix=did_you_mean(p, shapes, "remove it"))
+    for pattern in layout.unused:
+        if not any(match(pattern, n) for n in shapes):
+            fix = did_you_mean(pattern, shapes, "remove it")
+            errors.add(f"the model has no tensor {pattern!r}", where="unused", fix=fix)
     for n, boxes in read.items():
-        if not any(match(p, n) for p in layout.unused) and (rest := _rest(shapes[n], boxes)):
+        if not any(match(pattern, n) for pattern in layout.unused) and (rest := _rest(shapes[n], boxes)):
             (offset, shape), *_ = rest
             missing = "it" if not boxes else f"its box at {list(offset)} of {list(shape)}"
             fix = "add a part of it to one of the engine's tensors, or list it in `unused`"
