@@ -63,7 +63,8 @@ def test_no_pass_changes_the_program_that_it_is_given(monkeypatch: pytest.Monkey
     experts = expert_loops.Model(expert_loops.Mixtral)
     entry = {"match": "moe", "axis": "ep", "capacity": 1.5}
     tokens = torch.randint(0, expert_loops.VOCAB, (4, 6))
-    shardc.compile(experts, (tokens,), {"shardc": 1, "mesh": {"ep": 2}, "experts": [entry]}, prove=False)
+    chosen = {"experts": [entry], "choices": {"*": "replay"}}
+    shardc.compile(experts, (tokens,), {"shardc": 1, "mesh": {"ep": 2}, **chosen}, prove=False)
     narrow = {"batch": {"microbatches": 2}, "loss": {"chunks": 2}}
     narrow["precision"] = {"compute": "bfloat16", "products": "fp8-rowwise"}
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **narrow}, prove=False)

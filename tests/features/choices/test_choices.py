@@ -330,3 +330,9 @@ def test_a_program_that_replays_none_takes_none() -> None:
 
 def _one(p: Program) -> Any:
     return loopback(p.mesh, lambda mesh: mesh)[0]
+
+
+def test_a_pattern_of_some_modules_that_choose_is_noted() -> None:
+    p = program({"{embed,layers.0.gate}": "record"})
+    assert [o.name for o in p.outputs] == ["layers.0.gate"]
+    assert any("also matches modules that make no choice: embed" in note for note in p.notes)

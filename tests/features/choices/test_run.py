@@ -77,6 +77,7 @@ def test_errors(folder: Path) -> None:
     for choices, options, text in (
         ("replay", ["--choices", "nothing"], "cannot be read"),
         ("replay", [], "the program replays choices, and it was given none"),
+        ("record", ["--choices", "new", "--set", "choices={}"], "the spec has no `choices`"),
     ):
         done = run(folder, choices, "--steps", "1", *options)
         assert done.exit_code
