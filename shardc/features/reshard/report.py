@@ -83,12 +83,17 @@ class Resharding:
         return {axes: (n, pairs[axes]) for axes, n in nbytes.most_common()}
 
     def seconds(self, on: str | Path | Device = "h100-80g") -> float:
-        """Estimate seconds on a device, as if all ranks sent as much as the busiest, evenly to all others."""
+        """Estimate seconds on a device, as if all ranks sent as much as the busiest, evenly to all others.
+
+        Each byte is copied into a message, and out of it.
+        """
         most, world = max(self.sends + self.receives), len(self.sent)
         if not most:
             return 0.0
         nbytes = most * world / (world - 1) / self.rounds  # of an all_to_all, with a rank's own part
-        return self.rounds * collective_seconds(device(on), "all_to_all", nbytes, tuple(range(world)))
+        machine = device(on)
+        sent = self.rounds * collective_seconds(machine, "all_to_all", nbytes, tuple(range(world)))
+        return sent + 4 * most / machine.bandwidth  # two copies, each read and written
 
     def __str__(self) -> str:
         more = f", and {plural(self.moments, 'tensor')} for each trained one" if self.moments else ""
