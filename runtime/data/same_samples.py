@@ -33,6 +33,8 @@ FIX = (
     " that make a dataset need the same seed on all ranks)"
 )
 
+DRAWN = "If its order is random, ranks read other orders: samples are lost. Draw it from a seed that is the same on all ranks"
+
 
 def check(mesh: Any, loader: Loader) -> None:
     """Raise ShardcError, on all ranks, if samples differ between them: of a stream, the first. Collective.
@@ -51,6 +53,10 @@ def check(mesh: Any, loader: Loader) -> None:
         changes = None in first or _digests(loader, indices) != first
         if not agreement.failures(mesh, "other values each time" if changes else None)[0]:
             raise
+        if size is None:
+            mesh.note(
+                f"{loader.where}: the first sample of the stream is another one each time that it is read. {DRAWN}"
+            )
 
 
 def is_same_data(one: Loader, other: Loader) -> bool:

@@ -184,8 +184,8 @@ class _Writer:
         for values in beside:
             v = value_of(values)
             if not continuous(v) or dim is None or v.shape != value.shape:
-                what = f"{op_name(op.target)} gives {v.dtype} beside the choice, which do not follow from it"
-                raise source_of(op).error(what, "leave this module out of `choices`")
+                fault = f"{op_name(op.target)} gives {v.dtype} beside the choice, which do not follow from it"
+                raise source_of(op).error(fault, "leave this module out of `choices`")
             emit = partial(self._emit, op)
             index = new if len(value.shape) == len(along) else emit(aten.unsqueeze.default, new, dim)
             taken = emit(aten.gather.default, x, dim, index)

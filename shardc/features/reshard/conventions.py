@@ -66,13 +66,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 #: Stacked parameters of experts: engine's name, and fused parts.
 _EXPERTS = {"gate_up_proj": ("w13_weight", -2, 2), "down_proj": ("w2_weight", -1, 1)}
-#: Experts with modules of their own: engine's name, and the modules in order.
-_EACH_EXPERT = {
-    "w13_weight": (-2, ("gate_proj", "up_proj")),
-    "w2_weight": (-1, ("down_proj",)),
-}
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-_LIKE = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _PADDED = 64  # DEFAULT_VOCAB_PADDING_SIZE
 _FLOAT32 = ("e_score_correction_bias",)
 
@@ -224,8 +217,6 @@ class _Writer:
             into, dim, parts = _EXPERTS[parameter]
             self._put(f"{module}.{into}", self._expert_pieces(name, dim, parts), dtype, low=True)
             return {name}
-        if matched := _EXPERT.fullmatch(name):
-            return self._each_expert(matched[1], dtype)
         rule = next((r for r in RULES[self.origin["of"]] if last in r.of and self._has(parent, r, parameter)), None)
         if rule is None:
             if len(shape) < 2:
@@ -290,32 +281,6 @@ class _Writer:
         dim, size = len(shape) + dim, shape[dim] // parts
         ranges = self._ranges(name, dim, size)
         return [_Piece(name, dim, [(a + i * size, b + i * size) for a, b in ranges]) for i in range(parts)]
-
-    def _each_expert(self, parent: str, dtype: str) -> set[str]:
-        """Stack experts with modules of their own."""
-        names = {n: m for n in self.sizes if (m := _EXPERT.fullmatch(n)) and m[1] == parent}
-        by_place = {(int(m[2]), _LIKE.get(m[3], m[3])): n for n, m in names.items()}
-        count, ep = 1 + max(i for i, _ in by_place), self.origin["ep"]
-        experts = self._ranges(parent, 0, count) if ep else [(0, count)] * self.n
-        for into, (dim, order) in _EACH_EXPERT.items():
-            parts, one, filled = list[Part](), self.sizes[by_place[0, order[0]]], [0] * self.n
-            axis = len(one) + dim
-            for i in range(count):
-                filled = [0] * self.n
-                for of in order:
-                    name = by_place[i, of]
-                    shape = self.sizes[name]
-                    ranges = [(0, shape[axis])] * self.n if ep else self._ranges(name, axis, shape[axis])
-                    each = list(zip(experts, ranges, strict=True))
-                    boxes = tuple(_cut(shape, axis, ends) if a <= i < b else None for (a, b), ends in each)
-                    inner = ([f if d == axis else 0 for d in range(len(shape))] for f in filled)
-                    at = tuple((i - a, *place) for (a, _), place in zip(experts, inner, strict=True))
-                    parts.append(Part(name, boxes, at))
-                    filled = [f + b - a for f, (a, b) in zip(filled, ranges, strict=True)]
-            sizes = ([f if d == axis else n for d, n in enumerate(one)] for f in filled)
-            shapes = tuple((b - a, *size) for (a, b), size in zip(experts, sizes, strict=True))
-            self._hold(f"{parent}.{into}", dtype, shapes, tuple(parts), low=True)
-        return set(names)
 
     # --- tensors
 

@@ -103,6 +103,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         fix = f"give each message a role: {', '.join(x for x, other in ROLES.items() if x == other)}"
         raise ShardcError(f"a message of the role {role!r}", where=where, fix=fix)
+    if isinstance(content, list):  # of parts: most templates would print the list
+        other = [x for x in content if not isinstance(x, str) and (not isinstance(x, dict) or "text" not in x)]
+        if other:
+            kind = other[0].get("type") if isinstance(other[0], dict) else type(other[0]).__name__
+            fix = "leave such messages out, or write data() with the model's own processor"
+            raise ShardcError(f"a part of a message is no text, but {kind!r}", where=where, fix=fix)
+        content = "".join(x if isinstance(x, str) else x["text"] for x in content)
     return {"role": ROLES[role], "content": content, **given}
 
 

@@ -78,13 +78,26 @@ def longest(config: Path) -> int:
     return min(TOKENS, int(values.get("max_position_embeddings") or values.get("n_positions") or TOKENS))
 
 
+def loaded_for(config: Path) -> Any:
+    """Return the tokenizer beside a model's config.json. Raises ShardcError if it has tokens that the model has not."""
+    tokenizer, values = loaded(config.parent), json.loads(config.read_text())
+    rows = values.get("vocab_size") or (values.get("text_config") or {}).get("vocab_size")
+    if rows and len(tokenizer) > rows:
+        fault = f"the tokenizer has {len(tokenizer):,} tokens, and the model's table {rows:,} rows"
+        fix = (
+            "use the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer)) and save the folder again"
+        )
+        raise ShardcError(fault, where=str(config.parent), fix=fix)
+    return tokenizer
+
+
 def chats_of(config: Path, file: str, batch: int, seq: int | None, *, positions: bool) -> dict[str, Any]:
     """Return data(split) and an example batch, of a file of conversations, for a model of transformers.
 
     config: its config.json, beside the tokenizer. seq: tokens of a row; None: `longest`. positions: whether it takes
     position_ids; else it cannot part conversations in a row, and gets one in each.
     """
-    tokenizer, every, seq = loaded(config.parent), read(file), seq or longest(config)
+    tokenizer, every, seq = loaded_for(config), read(file), seq or longest(config)
     parts = {"valid": every[: len(every) // HELD_OUT], "train": every[len(every) // HELD_OUT :]}
 
     def data(split: str) -> Any:

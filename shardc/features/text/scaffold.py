@@ -10,7 +10,7 @@ from typing import Any
 from shardc.errors import ShardcError
 from shardc.features.text.chat_masks import ChatTokens
 from shardc.features.text.records import read
-from shardc.features.text.rows import HELD_OUT, loaded, longest
+from shardc.features.text.rows import HELD_OUT, loaded_for, longest
 
 _MODEL = '''"""Fine-tune NAME: `shardc run model.py spec.yaml`. Written by `shardc init`; change it as you like."""
 
@@ -69,7 +69,7 @@ def written(config: Path, into: Path, data: str | None, batch: int, seq: int | N
     ShardcError for a file that is there.
     """
     base, values = config.parent.resolve(), json.loads(config.read_text())
-    tokenizer, dtype = loaded(base), str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    tokenizer, dtype = loaded_for(config), str(values.get("dtype") or values.get("torch_dtype") or "float32")
     kind = "chats" if getattr(tokenizer, "chat_template", None) else "documents"
     first = (given := read(data))[0] if data else {}
     if isinstance(first, Mapping) and isinstance(first.get("text"), str):

@@ -17,8 +17,9 @@ from shardc.errors import ShardcError
 from shardc.features.text.chat_masks import ChatTokens
 from shardc.features.text.packing import best_fit
 from shardc.features.text.records import conversation
+from shardc.features.text.rows import chats_of
 from tests import zoo
-from tests.features.text.chat_folder import PLAIN, TAGGED, chat, config, tokenizer, write_chats
+from tests.features.text.chat_folder import PLAIN, TAGGED, chat, config, tokenizer, write_chats, write_folder
 
 #: As Qwen3's: thoughts of earlier answers are left out, and the last answer gets an empty one.
 THINKING = (
@@ -128,6 +129,26 @@ def test_the_usual_forms_are_one() -> None:
         assert conversation(record, "") == (messages, None)
     pair = {"prompt": "one", "completion": "the first answer"}
     assert conversation(pair, "") == (TALK["messages"][:2], None)
+
+
+def test_parts_of_text_are_one_text_and_others_are_refused() -> None:
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": " there"}]
+    record = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]}
+    messages, _ = conversation(record, "a.jsonl:3")
+    assert [m["content"] for m in messages] == ["Hello there", ""]
+    parts.append({"type": "image"})
+    with pytest.raises(ShardcError, match="a part of a message is no text, but 'image'") as e:
+        conversation(record, "a.jsonl:3")
+    assert e.value.where == "a.jsonl:3, message 0"
+
+
+def test_a_tokenizer_with_more_tokens_than_the_table_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path / "base", PLAIN)
+    written = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(written | {"vocab_size": 100}))
+    write_chats(tmp_path / "chats.jsonl", 4)
+    with pytest.raises(ShardcError, match=r"the tokenizer has \d+ tokens, and the model's table 100 rows"):
+        chats_of(tmp_path / "base" / "config.json", str(tmp_path / "chats.jsonl"), 2, 32, positions=True)
 
 
 def test_tools_and_other_keys_reach_the_template_and_none_does_not() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.data.same_samples import check, digest
+from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import example_program
 
@@ -86,6 +88,28 @@ def made(dataset: Callable[[int], Any], **options: Any) -> None:
     loopback(program.mesh, work)
 
 
+class Shuffled(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """A stream in an order that nobody seeds."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        rows = Rows()
+        return (rows[i] for i in random.SystemRandom().sample(range(SIZE), SIZE))
+
+
+def test_a_stream_that_begins_elsewhere_each_time_is_noted(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = itertools.count()  # not by chance the same twice
+
+    def order(*_: Any) -> list[int]:
+        first = next(drawn)
+        return [(first + i) % SIZE for i in range(SIZE)]
+
+    monkeypatch.setattr(random.SystemRandom, "sample", order)
+    made(lambda rank: Shuffled())
+    assert "the first sample of the stream is another one each time that it is read" in capfd.readouterr().err
+
+
 def test_a_ranks_share_is_no_dataset() -> None:
     with pytest.raises(ShardcError, match=r"the content of the dataset \(its samples 0, 4, 7\) differs between ranks"):
         made(share)
@@ -111,7 +135,7 @@ def test_what_is_drawn_is_no_difference(dataset: Callable[[int], Any]) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_nothing_is_drawn_of_the_process(workers: int) -> None:
     class OneOfTwo:  # a mesh on which every sum is a lone rank's
-        layout, rank = Mesh((("dp", 2),)), 0
+        layout, rank, activity = Mesh((("dp", 2),)), 0, Activity()
 
         def sum_on_host(self, values: list[int]) -> list[int]:
             return [2 * v for v in values]
