@@ -33,7 +33,10 @@ FIX = (
     " that make a dataset need the same seed on all ranks)"
 )
 
-DRAWN = "If its order is random, ranks read other orders: samples are lost. Draw it from a seed that is the same on all ranks"
+DRAWN = (
+    "the first sample of the stream is another one each time that it is read. If its order is random, ranks read other"
+    " orders, and samples are lost: draw it from a seed that is the same on all ranks"
+)
 
 
 def check(mesh: Any, loader: Loader) -> None:
