@@ -57,9 +57,7 @@ def check(mesh: Any, loader: Loader) -> None:
         if not agreement.failures(mesh, "other values each time" if changes else None)[0]:
             raise
         if size is None:
-            mesh.note(
-                f"{loader.where}: the first sample of the stream is another one each time that it is read. {DRAWN}"
-            )
+            mesh.note(f"{loader.where}: {DRAWN}")
 
 
 def is_same_data(one: Loader, other: Loader) -> bool:

@@ -84,9 +84,7 @@ def loaded_for(config: Path) -> Any:
     rows = values.get("vocab_size") or (values.get("text_config") or {}).get("vocab_size")
     if rows and len(tokenizer) > rows:
         fault = f"the tokenizer has {len(tokenizer):,} tokens, and the model's table {rows:,} rows"
-        fix = (
-            "use the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer)) and save the folder again"
-        )
+        fix = "use the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer)), and save the folder"
         raise ShardcError(fault, where=str(config.parent), fix=fix)
     return tokenizer
 
