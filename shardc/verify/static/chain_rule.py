@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import is_call, producer_of
+from shardc.ir.graph import is_call, producer_of, values_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
-from shardc.ir.types import nodes_in
+from shardc.ir.types import continuous, nodes_in
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.derivatives.record import Line, Ref, Type, map_refs
 from shardc.passes.joint.derivatives.rule import Request, Rule
@@ -67,7 +67,7 @@ class ChainRule:
         for n in reversed(self._graph.nodes):
             if time.perf_counter() > self._until:
                 raise TooLongError
-            if n in needed:
+            if n in needed and any(v is None or continuous(v) for v in values_of(n)):  # else no gradient flows
                 needed.update(n.all_input_nodes)
                 t = self._types.get((n, 0)) if n.target in CONVERTED else None
                 self.stops += [n] if t is not None and n.meta["value"].requires_grad and not t.grad else []

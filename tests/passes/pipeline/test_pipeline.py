@@ -325,6 +325,12 @@ def test_the_lines_of_one_op_stay_on_one_stage() -> None:
         assert (proof := program.prove()).ok, str(proof)
 
 
+def test_what_only_a_choice_reads_needs_no_gradient() -> None:
+    """The nearest codes of a quantiser are on a stage of their own: what leaves it is integers."""
+    asked = spec({"pp": 3, "tp": 2}, 3, stages=6, schedule="interleaved", uneven="pad", shard={"use": "structure"})
+    assert (proof := one_device("vector_quantiser").compile(asked).prove()).ok, str(proof)
+
+
 def test_only_what_the_loss_asks_gets_gradients_back() -> None:
     """Integers, truth values and what is detached where it is used go one way; each stage gets what it uses from where
     it is made.
