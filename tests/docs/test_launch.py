@@ -28,7 +28,10 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launched(*words: str) -> str:
-    done = subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, check=False, timeout=150)
+    for _ in range(3):
+        done = subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, check=False, timeout=150)
+        if "terminate called without an active exception" not in done.stderr:
+            break  # else torch has aborted a process that had done its work: github.com/pytorch/pytorch/pull/179291
     assert done.returncode == 0, done.stderr
     return done.stdout
 
