@@ -132,6 +132,11 @@ def described(
 
 def of_origin(origin: Mapping[str, Any], sizes: Sizes) -> Layout:
     """Return the layout that a convention gives with these settings, for a model's tensors."""
+    of, settings = origin.get("of"), ("tp", "dtype", "within")
+    needed = (*settings, "plan") if of == "transformers" else (*settings, "ep", "block", "heads", "kv_heads")
+    if of not in ("transformers", *RULES) or not origin.keys() >= set(needed):
+        fix = "write it with shardc.engines, or remove `origin`"
+        raise ShardcError(f"origin names {of!r} with {', '.join(map(str, origin))}", where="origin", fix=fix)
     prefix = origin["within"] and f"{origin['within']}."
     inside = {n.removeprefix(prefix): s for n, s in sizes.items() if n.startswith(prefix)}
     writer = _Writer(dict(origin), inside, prefix)
@@ -246,25 +251,26 @@ class _Writer:
             return [_Piece(name)]
         dim = max(0, len(shape) + rule.dim)
         if rule.split == "rows":
-            per_rank = -(-shape[dim] // _PADDED) * _PADDED // self.n
-            ends = [(min(shape[dim], r * per_rank), min(shape[dim], (r + 1) * per_rank)) for r in range(self.n)]
-            padded = [(0, per_rank - (b - a)) for a, b in ends]
+            rows = -(-shape[dim] // _PADDED) * _PADDED
+            ends = [(min(shape[dim], a), min(shape[dim], b)) for a, b in self._ranges(name, dim, rows)]
+            padded = [(0, rows // self.n - (b - a)) for a, b in ends]
             return [_Piece(name, dim, ends), _Piece("", dim, padded)]
         size = shape[dim] // rule.packed
         if rule.split == "heads":
-            heads = self.origin["heads" if ".q_proj." in f".{name}" else "kv_heads"]
-            return [_Piece(name, dim, self._heads(name, size, heads))]
+            of_queries = name.rpartition(".")[0].endswith("q_proj")
+            return [_Piece(name, dim, self._heads(name, size, repeat=not of_queries))]
         return [
             _Piece(name, dim, [(a + i * size, b + i * size) for a, b in self._ranges(name, dim, size)])
             for i in range(rule.packed)
         ]
 
-    def _heads(self, name: str, size: int, heads: int) -> list[Range]:
-        if heads % self.n and self.n % heads:
+    def _heads(self, name: str, size: int, *, repeat: bool) -> list[Range]:
+        """Return each rank's heads. repeat: one head may be on several ranks, as those of keys and values are."""
+        heads: int = self.origin["kv_heads" if repeat else "heads"]
+        if heads % self.n and not (repeat and self.n % heads == 0):
             fault = f"{heads} heads do not divide over {self.n} ranks"
-            raise ShardcError(fault, where=name, fix="use a number of ranks that divides them, or a multiple of them")
-        one = size // min(heads, self.n)
-        repeats = max(1, self.n // heads)
+            raise ShardcError(fault, where=name, fix="use a number of ranks that divides the heads of queries")
+        one, repeats = size // min(heads, self.n), max(1, self.n // heads)
         return [(r // repeats * one, (r // repeats + 1) * one) for r in range(self.n)]
 
     def _ranges(self, name: str, dim: int, size: int) -> list[Range]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -153,13 +153,19 @@ class Target:
     apart: bool = False
     only_changes: bool = False
     folder: Path | None = None
-    _plans: WeakKeyDictionary[Any, _Plan] = field(default_factory=WeakKeyDictionary, repr=False)  # by buckets
+    _transport: Transport | None = field(default=None, repr=False)
+    _plan: tuple[Any, _Plan] | None = field(default=None, repr=False)  # of the last program's buckets
 
     def take(self, program: Program, mesh: Any, buckets: Any, have: Mapping[Key, Tensor]) -> Moves:
         """Move the weights that ranks of a program have. Collective. Raises ShardcError before anything is sent."""
-        if buckets not in self._plans:
-            self._plans[buckets] = _Plan(self, program, mesh)
-        return self._plans[buckets].run(mesh, have)
+        if self._plan is None or self._plan[0]() is not buckets:
+            self._plan = ref(buckets), _Plan(self, program, mesh)
+        return self._plan[1].run(mesh, have)
+
+    def transport(self, mesh: Any) -> Transport:
+        """Return the transport, which is made once."""
+        self._transport = self._transport or self.over(mesh)
+        return self._transport
 
 
 class _Plan:
@@ -170,7 +176,7 @@ class _Plan:
         checked(layout, sizes(program), ties(program))
         self.of = sources(Plan(program), layout)
         self.shapes = {name: s.shape for (name, _), s in self.of.items()}
-        self.over: Transport = target.over(mesh)
+        self.over, self.held = target.transport(mesh), layout.every(self.shapes)
         n, world = layout.ranks, self.over.world
         first = world - n if target.apart else 0
         if target.folder is None and first + n > world:
@@ -185,8 +191,8 @@ class _Plan:
     def run(self, mesh: Any, have: Mapping[Key, Tensor]) -> Moves:
         target, layout = self.target, self.target.layout
         if target.apart:
-            self.over.spread(_text(self.of))
-        have, held = {**have, **scaled(layout, self.of, mesh, have)}, layout.every(self.shapes)
+            self.over.spread("" if self.moves else _text(self.of))  # the engine has them then
+        have, held = {**have, **scaled(layout, self.of, mesh, have)}, self.held
         for number, processes in enumerate(self.waves):
             rank, tensors = processes[self.over.rank], target.tensors or {}
             if rank is not None:
@@ -238,17 +244,19 @@ class Receiver:
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], transport: Transport, only_changes: bool) -> None:
         self._layout, self._tensors, self._over, self._only_changes = layout, tensors, transport, only_changes
         self._moves: Moves | None = None
+        self._needed: dict[Key, Tensor] = {}
 
     def __call__(self) -> Moves:
         """Receive the weights. Collective."""
-        first = self._over.world - self._layout.ranks
-        of = _sources_of(self._over.spread(""))
-        shapes, rank = {name: s.shape for (name, _), s in of.items()}, self._over.rank - first
-        if self._moves is None:
-            _checked(self._layout.every(shapes), rank, self._tensors)
+        if text := self._over.spread(""):  # of another program than before
+            of, first = _sources_of(text), self._over.world - self._layout.ranks
+            shapes = {name: s.shape for (name, _), s in of.items()}
+            _checked(self._layout.every(shapes), self._over.rank - first, self._tensors)
             processes = [r - first if r >= first else None for r in range(self._over.world)]
             self._moves = Moves(self._over, wanted(self._layout, of, processes), only_changes=self._only_changes)
-        self._moves({}, _needed(self._layout, shapes, self._tensors))
+            self._needed = _needed(self._layout, shapes, self._tensors)
+        assert self._moves is not None
+        self._moves({}, self._needed)
         return self._moves
 
 

@@ -1,6 +1,6 @@
 """Define how bytes go between the processes of a move: over a mesh, or between two worlds that meet at an address.
 
-An object with these names may take their place, over NIXL or torchstore: `engines.through(layout, transport)`.
+An object with these names may take their place, over NIXL or torchstore: `engines.through(make, layout)`.
 """
 
 from __future__ import annotations

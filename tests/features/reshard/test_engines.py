@@ -38,12 +38,17 @@ SPECS: dict[str, dict[str, Any]] = {
 def build(**more: Any) -> nn.Module:
     """A mixture of experts with a dense layer, fewer heads of keys than ranks, a vocabulary that 64 does not divide."""
     transformers = pytest.importorskip("transformers")
-    settings = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": 8, "num_experts_per_tok": 2}
+    settings: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "mlp_only_layers": [0],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     width = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "use_cache": False}
     torch.manual_seed(0)
     model: nn.Module = transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**settings, **width, **heads, **more)
+        transformers.Qwen3MoeConfig(**(settings | width | heads | more))
     )
     return model
 
@@ -168,15 +173,17 @@ def _trains(rank: int, ports: tuple[int, int], folder: str) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "RANK": str(rank), "WORLD_SIZE": "2"}
         engine = shardc.load(Path(folder) / "program").engine(build(), None)
         target = engines.at(at, layout, only_changes=True)
-        engine.weights_to(target)
+        moves = engine.weights_to(target)
         changed(engine)
         engine.weights_to(target)
+        engine.to(engine.program).weights_to(target)  # another plan: the engine gets it
+        (Path(folder) / f"sent-{rank}").write_text(str(sum(moves.sent)))
         engine.close()
     else:
         shapes = json.loads((Path(folder) / "shapes.json").read_text())[rank - 2]
         tensors = {n: torch.full(shape, 7.0) for n, shape in shapes.items()}
         sync = engines.receive(at, layout, tensors, rank - 2, trainers=2, only_changes=True)
-        for turn in range(2):
+        for turn in range(3):
             sync()
             torch.save(tensors, Path(folder) / f"engine-{rank - 2}-{turn}.pt")
 
@@ -253,6 +260,18 @@ def test_wrong_layouts_are_refused_before_anything_is_sent(kind: str) -> None:
     assert not passed
 
 
+def test_what_vllm_cannot_have_is_refused() -> None:
+    with pytest.raises(shardc.ShardcError, match="4 heads do not divide over 8 ranks"):
+        engines.vllm(build(), 8)  # only heads of keys and values are repeated
+    with pytest.raises(shardc.ShardcError, match="128 in dim 0 do not divide over 3 ranks"):
+        engines.vllm(build(num_attention_heads=6, num_key_value_heads=3, moe_intermediate_size=18), 3)
+    model, program = compiled("tp")
+    for origin in ({"of": "tensorrt"}, {"of": "vllm", "tp": 2}):
+        with pytest.raises(shardc.ShardcError, match="origin names") as e:
+            program.reshard(replace(engines.vllm(model, 2), origin=origin))
+        assert e.value.fix
+
+
 def test_layout_files_are_read_as_they_were_written(tmp_path: Path) -> None:
     model, program = compiled("tp")
     layout = engines.vllm(model, 2, dtype="float8_e4m3fn", block=(8, 4))
@@ -316,7 +335,10 @@ def test_two_worlds(tmp_path: Path) -> None:
         functools.partial(_trains, ports=(launch.free_port(), launch.free_port()), folder=str(tmp_path)),
         world=4,
     )
+    sent = sum(int((tmp_path / f"sent-{rank}").read_text()) for rank in range(2))
+    assert sent == program.reshard(layout).bytes  # what the engine reads, and no more
     for rank in range(2):
-        first, second = (torch.load(tmp_path / f"engine-{rank}-{turn}.pt") for turn in range(2))
+        first, second, third = (torch.load(tmp_path / f"engine-{rank}-{turn}.pt") for turn in range(3))
+        engine_slices.equal(third, second)
         engine_slices.equal(first, engine_slices.vllm(model, 2, rank))
         assert second["model.norm.weight"].eq(3).all()
