@@ -13,7 +13,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
-from shardc.ir.mesh import Mesh, is_data_axis
+from shardc.ir.mesh import JOIN, Mesh, is_data_axis
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PartialGrad, Shard
 from shardc.ir.program import Program
@@ -54,7 +54,7 @@ class GradientBuckets(Pass):
         order = {p.name: i for i, p in enumerate(finish)}
         axes = self._shard_axes()
         notes = program.notes
-        if zero and not any(self._shards(a, mesh) for a in axes):
+        if zero and not uses.rows and not any(self._shards(a, mesh) for a in axes):
             notes = (*notes, f"zero: {zero} shards nothing: the mesh {mesh} has no data axis of more than one rank")
 
         merged: dict[int, tuple[str, ...]] = {}  # by the identity of a layout, which equal layers share
@@ -97,6 +97,8 @@ class GradientBuckets(Pass):
         for p in params:
             over = reduce[p.name]
             axis = self._cut(p, over, axes, mesh)
+            if section.zero and (rows := uses.rows.get(p.name)):
+                over, axis = self._joined(over, axis, rows, mesh)
             zero = self._zero(p, uses) if axis else 0
             if not over and not zero:
                 continue
@@ -145,6 +147,20 @@ class GradientBuckets(Pass):
 
         axis = next((a for a in axes if whole(a)), "")
         return axis if axis and self._shards(axis, mesh) else ""
+
+    def _joined(
+        self, reduce: tuple[str, ...], axis: str, rows: tuple[str, ...], mesh: Mesh
+    ) -> tuple[tuple[str, ...], str]:
+        """Return the axes of a sum with the data axis and a part's row digits as one, and that one.
+
+        They stay as they are if the sum is not over all of these.
+        """
+        joined = JOIN.join(mesh.merge((*rows, *((axis,) if axis else ()))))
+        together = set(mesh.digits(joined))
+        if not together <= set(mesh.digits(*reduce)):
+            return reduce, axis
+        others = [a for a in mesh.digits(*reduce) if a not in together and "[" not in a]
+        return (joined, *mesh.merge(others), *(a for a in reduce if "[" in a)), joined
 
     def _shards(self, axis: str, mesh: Mesh) -> bool:
         """Return whether a data axis shards: it has several ranks, or parameters are offloaded."""
@@ -274,6 +290,8 @@ class _Uses:
         self._first_user: dict[tuple[int, str], str] = {}
         self._casts: dict[str, set[torch.dtype | None]] = {}
         names = {p.name for p in program.params}
+        #: Digits that split the rows of a parameter's part beside the batch's (shardc.passes.annotate.mesh_parts).
+        self.rows: dict[str, tuple[str, ...]] = {}
         nodes: dict[str, list[fx.Node]] = {p: [] for p in names}
         for i, stage in enumerate(program.stages):
             position = {n: at for at, n in enumerate(stage.graph.nodes, start=self.end)}
@@ -282,6 +300,8 @@ class _Uses:
                 if node.name not in names:
                     continue
                 nodes[node.name].append(node)
+                if "rows" in node.meta:
+                    self.rows[node.name] = node.meta["rows"]
                 if users := sorted(node.users, key=position.__getitem__):
                     self.first.setdefault(node.name, position[users[0]])
                     self._last[node.name] = position[users[-1]]

@@ -30,6 +30,7 @@ FEATURES = {
     "sequence": ("sequence",),
     "fp8": ("precision.products",),
     "choices": ("choices",),
+    "parts": ("parts", "pipeline.meshes"),
     "reshard": (),
     "generation": (),
     "hub": (),

@@ -200,11 +200,25 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         spec |= {"mesh": {**mesh, "ep": 2}, "experts": [{"match": m, "axis": "ep"} for m in experts], "uneven": "pad"}
         axes = spec["data"]["axis"]
         spec["data"]["axis"] = [*([axes] if isinstance(axes, str) else axes), "ep"]
+    if "dp" in mesh and mesh.keys() & {"tp", "cp"} and len(str(spec)) % 2:  # not drawn, as above
+        own_meshes(spec, modules)
     if "data" in spec:  # not drawn, as above
         size, zero = len(str(spec)), spec["data"]["zero"]
         spec["data"] |= {"keep": True} if zero == 3 and size % 4 == 0 else {"prefetch": 2} if size % 4 == 1 else {}
         spec["data"] |= {"offload": {"optimizer": "cpu", "parameters": "cpu"}} if zero == 3 and size % 5 == 0 else {}
     return spec
+
+
+def own_meshes(spec: dict[str, Any], modules: list[str]) -> None:
+    """Give some modules, or the stages of a pipeline of two, a mesh whose data ranks are all ranks of a stage."""
+    mesh, size = spec["mesh"], len(str(spec))
+    kept = {a: n for a, n in mesh.items() if a in ("dp_outer", "ep")}
+    wide = {**kept, "dp": math.prod(n for a, n in mesh.items() if a != "pp") // math.prod(kept.values())}
+    if spec.get("pipeline", {}).get("stages") == 2:
+        del spec["pipeline"]["stages"]
+        spec["pipeline"] |= {"cut": [modules[len(modules) // 2]], "meshes": {size // 2 % 2: wide}}
+    else:
+        spec["parts"] = {"some": {"modules": starred(modules[size % len(modules)]), "mesh": wide}}
 
 
 LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)

@@ -10,6 +10,7 @@ model_plan.py    `use: model`: the plan of the model      activations.py   `acti
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
 padding.py       `uneven: pad`                            outputs.py       `outputs`: the layouts of outputs
 attention_bands.py   which keys each row of attention sees
+mesh_parts.py        parts that see the ranks as another mesh
 
 Optional features add their splits (`passes.annotate`): `sequence`, along the tokens.
 
@@ -20,14 +21,12 @@ spec_layouts.py   the spec's text as a layout               to_spec.py         s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph, placeholders
-from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import OtherForward
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
@@ -37,6 +36,7 @@ from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
 from shardc.passes.annotate.batch_rows import disagreements, input_layouts, row_axes, with_microbatch_axis
 from shardc.passes.annotate.experts import Experts
+from shardc.passes.annotate.mesh_parts import Digits, find_digits, pin_parts
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.outputs import wanted_outputs
 from shardc.passes.annotate.weights import Weights
@@ -58,10 +58,13 @@ class Annotate(Pass):
         spec = with_microbatch_axis(stage_spec(self.spec))
         program = replace(program, graph=copy_graph(program.graph))
         shared, running = kv_heads.shared(program.graph), self.options.compatible_with
-        mesh = _refined(spec, shared, running)
-        use_bands(spec, program)
         errors, notes = Errors(), list[str]()
-        weights = Weights(spec, program, mesh, shared)
+        parts = [part for of in registered("passes", "mesh_parts") for part in of(self.spec, program, errors)]
+        errors.raise_any()
+        digits = find_digits(spec, program, parts, weight_axes(spec), running, errors)
+        mesh = digits.mesh
+        use_bands(spec, program)
+        weights = Weights(spec, program, digits, shared)
         program, layouts = self._split_weights(spec, program, weights, errors, notes)
         with errors.collect():
             axes, unsplit = row_axes(spec, program, mesh)
@@ -70,6 +73,7 @@ class Annotate(Pass):
             notes += [f"{d.where}: {d.what}: {d.fix}" for d in disagreements(spec, program).values()]
         with errors.collect():
             pin_activations(spec, program, mesh)
+        pin_parts(spec, program, digits, errors)
         outputs = wanted_outputs(spec, program.outputs, mesh, errors, notes, all_named=self.options.forward is True)
         if isinstance(self.options.forward, OtherForward):
             outputs = self.options.forward.outputs(outputs)
@@ -89,11 +93,12 @@ class Annotate(Pass):
         mesh, running, layouts = weights.mesh, self.options.compatible_with, dict[str, Layout]()
         with errors.collect():
             layouts |= weights.named_layouts()
-            if spec.shard_use and spec.shard_axis in spec.mesh.names and mesh.size(spec.shard_axis) > 1:
+            if spec.shard_use and any(size > 1 for size in weights.digits.sizes(spec.shard_axis)):
                 if running is not None and spec.shard_use == "structure":
-                    plan, entries = _plan_of(running, spec, mesh, weights.named), running.meta.get("shard", [])
+                    plan = _plan_of(running, spec, weights.digits, weights.named)
+                    entries = running.meta.get("shard", [])
                 else:
-                    plan = _plan(spec, self.options.model_plan, program, mesh, weights.named, layouts)
+                    plan = _plan(spec, self.options.model_plan, program, weights.digits, weights.named, layouts)
                     entries = _as_entries(spec, program, plan, weights.named)
                 layouts |= weights.planned_layouts(plan)
                 notes += plan.notes
@@ -103,17 +108,6 @@ class Annotate(Pass):
             if spec.experts:
                 layouts |= Experts(spec, program).layouts(layouts, mesh)
         return program, padding.pad_weights(program, layouts, mesh) if spec.uneven == "pad" else layouts
-
-
-def _refined(spec: Spec, shared: Mapping[fx.Node, kv_heads.Shared], running: Program | None) -> Mesh:
-    """Return the mesh with the digits that shared key-value heads need; those of `running` if it has any."""
-    mesh = spec.mesh
-    for axis in sorted(weight_axes(spec)):
-        if running is not None and len(digits := running.mesh.digits(axis)) > 1:
-            mesh = mesh.refine(axis, *map(running.mesh.size, digits[:-1]))
-        else:
-            mesh = kv_heads.refine(mesh, axis, shared.values())
-    return mesh
 
 
 def weight_axes(spec: Spec) -> set[str]:
@@ -127,31 +121,40 @@ def weight_axes(spec: Spec) -> set[str]:
 
 
 def _plan(
-    spec: Spec, words: Mapping[str, str], program: Program, mesh: Mesh, named: set[str], layouts: dict[str, Layout]
+    spec: Spec, words: Mapping[str, str], program: Program, digits: Digits, named: set[str], layouts: dict[str, Layout]
 ) -> Plan:
     """Return how the model's plan or the graph's structure splits the weights that no spec entry names.
 
     words: the plan of the model. named: the parameters that entries name. layouts: the entries' layouts for them.
     """
-    axis, where = spec.shard_axis, spec.where(("shard", "use"))
+    axis, where, nodes = spec.shard_axis, spec.where(("shard", "use")), placeholders(program.graph)
     if spec.shard_use == "model":
         return model_plan.resolve(words, program, axis, named, where)
     fixed: dict[str, Shard | None] = {}
     for name in named:
-        shards = [s for part, s in layouts.get(name, Layout()).shards() if part in mesh.digits(axis)]
+        of_axis = digits.of(nodes[name], axis)
+        shards = [s for part, s in layouts.get(name, Layout()).shards() if part in of_axis]
         fixed[name] = min(shards, key=lambda s: s.split) if shards else None
-    return structure.choose(program, fixed, axis, mesh.size(axis), where, pad=spec.uneven == "pad")
+    ranks = {n: math.prod(map(digits.mesh.size, digits.of(nodes[n], axis))) for n in (p.name for p in program.params)}
+    splits: dict[str, tuple[Shard, str]] = {}
+    notes: dict[str, None] = {}
+    for n in sorted({*ranks.values()} - {1}):  # parts whose meshes have an axis of this size
+        others = {name: None for name, size in ranks.items() if size != n}
+        plan = structure.choose(program, others | fixed, axis, n, where, pad=spec.uneven == "pad")
+        splits |= plan.splits
+        notes |= dict.fromkeys(plan.notes)
+    return Plan(axis, splits, tuple(notes))
 
 
-def _plan_of(running: Program, spec: Spec, mesh: Mesh, named: set[str]) -> Plan:
+def _plan_of(running: Program, spec: Spec, digits: Digits, named: set[str]) -> Plan:
     """Return the plan that `use` made for the program that already runs. named: see `_plan`.
 
     The current graph, with one token or fewer rows, might suggest another plan.
     """
-    axis = spec.shard_axis
-    parts, nodes = mesh.digits(axis), placeholders(running.graph)
+    axis, nodes, own = spec.shard_axis, placeholders(running.graph), {n.name: n for n in digits.of_param}
     splits: dict[str, tuple[Shard, str]] = {}
     for p in running.params:
+        parts = digits.of(own.get(p.name, nodes[p.name]), axis)
         causes = nodes[p.name].meta.get("cause", {})
         shards = [(s, causes[part]) for part, s in p.layout.shards() if part in parts and part in causes]
         if shards and p.name not in named:

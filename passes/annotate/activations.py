@@ -27,7 +27,7 @@ from shardc.spec.model_names import Selector, select_modules
 
 
 @dataclass(frozen=True)
-class _Pin:
+class Pin:
     """A pin. users: the ops that read the pin in place of the value; None: all of them."""
 
     layout: Layout
@@ -40,7 +40,7 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
     errors = Errors()
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     batch = {x.name for x in program.inputs}
-    pins: dict[fx.Node, _Pin] = {}
+    pins: dict[fx.Node, Pin] = {}
     for rule, modules in zip(spec.activations, _modules(spec, program, nodes, errors), strict=True):
         where = spec.where(("activations", _key(rule)))
         cause = quote(spec, "activations", _key(rule), dims_text(rule.dims))
@@ -62,13 +62,13 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
                 layout = padded(layout, shape, mesh)
             if not check_fits(layout, shape, mesh, f"{rule.at} of {module}", where, errors):
                 continue
-            pin = pins.setdefault(node, _Pin(layout, cause, inside if rule.at == "input" else None))
+            pin = pins.setdefault(node, Pin(layout, cause, inside if rule.at == "input" else None))
             if pin.layout != layout:
                 fault = f"{rule.at} of {module} is the same value as one that {pin.cause} lays out differently"
                 errors.add(fault, where=where, fix="make both annotations the same, or drop one")
     errors.raise_any()
     for node, pin in pins.items():
-        _insert(program.graph, node, pin, mesh)
+        insert_pin(program.graph, node, pin, mesh)
 
 
 def _key(rule: ActivationRule) -> str:
@@ -85,7 +85,8 @@ def _modules(spec: Spec, program: Program, nodes: list[fx.Node], errors: Errors)
     return select_modules(selectors, sorted(names), program.module_aliases, errors)
 
 
-def _insert(graph: fx.Graph, node: fx.Node, pin: _Pin, mesh: Mesh) -> None:
+def insert_pin(graph: fx.Graph, node: fx.Node, pin: Pin, mesh: Mesh) -> None:
+    """Add a pin after a value; its users read the pin."""
     with graph.inserting_after(node):
         new = graph.call_function(torch.ops.aten.alias.default, (node,))
     for user in [u for u in node.users if u is not new and (pin.users is None or u in pin.users)]:

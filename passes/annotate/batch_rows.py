@@ -60,18 +60,18 @@ def batch_rows(spec: Spec, program: Program) -> tuple[int, frozenset[int]]:
     """Return the rows of most inputs (0 if none has any), and the lengths of rows: sizes of the dims after them."""
     counts = [n for _, n in _rows(spec, program).values()]
     most = max(counts, key=lambda n: (counts.count(n), n), default=0)
-    dims = ((x, _batch_dim(spec, program, x)) for x in program.inputs)
+    dims = ((x, batch_dim(spec, program, x)) for x in program.inputs)
     lengths = (x.shape[d + 1] for x, d in dims if d is not None and d + 1 < len(x.shape) and x.shape[d] == most)
     return most, frozenset(n for n in lengths if n > 1)
 
 
 def _rows(spec: Spec, program: Program) -> dict[str, tuple[int, int]]:
     """Return (dim, size) of the rows of each input that has rows, by its name."""
-    dims = ((x, _batch_dim(spec, program, x)) for x in program.inputs)
+    dims = ((x, batch_dim(spec, program, x)) for x in program.inputs)
     return {input_name(x): (d, x.shape[d]) for x, d in dims if d is not None and d < len(x.shape)}
 
 
-def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
+def batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
     """Return the dim of an input that the batch's axes split.
 
     None for an input of one row if others have more: all rows share it (positions i64[1, s]).
@@ -156,7 +156,7 @@ def _split_rows(
     faults: dict[tuple[str, str, str], list[str]] = {}  # (fault, place in the spec, fix) -> inputs
     for x in program.inputs:
         name = names[x.name]
-        dim = _batch_dim(spec, program, x)
+        dim = batch_dim(spec, program, x)
         if dim is None or not axes or not x.shape:
             continue
         layout = layout_of({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)

@@ -52,27 +52,27 @@ def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
     return by_param
 
 
-def refine(mesh: Mesh, axis: str, heads: Iterable[Shared]) -> Mesh:
-    """Return the mesh with an axis of more ranks than heads seen as (heads × ranks that share one)."""
-    n, outer = mesh.size(axis), 1  # outer: product of the digits so far
-    sizes = []
-    # with layers of 2 and of 4 heads, tp=8 has the digits 2, 2, 2: the first one splits 2 heads, the first two 4
+def cuts(n: int, heads: Iterable[Shared]) -> Iterator[int]:
+    """Yield the ranks after which a digit of n ranks ends: with more ranks than heads, (heads × ranks that share one).
+
+    With layers of 2 and of 4 heads, 8 ranks have the digits 2, 2, 2: the first one splits 2 heads, the first two 4.
+    """
+    outer = 1
     for count in sorted({h.heads for h in heads if 1 < h.heads < n and h.shareable(n)}):
         if count % outer == 0:
-            sizes.append(count // outer)
-            outer = count
-    return mesh.refine(axis, *sizes) if sizes else mesh
+            yield (outer := count)
 
 
-def shares(mesh: Mesh, axis: str, heads: Shared) -> list[str]:
-    """Return the digits of an axis whose ranks hold the same key-value heads."""
-    digits, outer = [], 1  # outer: ranks of the digits up to this one
-    for digit in mesh.digits(axis):
+def shares(mesh: Mesh, digits: Iterable[str], heads: Shared) -> list[str]:
+    """Return those of an axis's digits whose ranks hold the same key-value heads."""
+    digits = list(digits)
+    sharing, outer, ranks = [], 1, math.prod(map(mesh.size, digits))  # outer: ranks of the digits up to this one
+    for digit in digits:
         outer *= mesh.size(digit)
         divided = heads.heads % outer == 0
-        if not divided and outer % heads.heads == 0 and heads.queries % mesh.size(axis) == 0:
-            digits.append(digit)
-    return digits
+        if not divided and outer % heads.heads == 0 and heads.queries % ranks == 0:
+            sharing.append(digit)
+    return sharing
 
 
 def _repeated_values(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:

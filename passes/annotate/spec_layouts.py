@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from shardc.errors import Errors
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Placement, Shard
@@ -15,14 +17,20 @@ def quote(spec: Spec, section: str, key: str, text: object) -> str:
     return f"{spec.where((section, key))} {key!r}: {text}"
 
 
-def layout_of(dims: dict[int, tuple[DimShard, ...]], mesh: Mesh) -> Layout:
-    """Return the layout of {dim: axes} in the spec; the first axis of a dim has the outermost digit."""
+def layout_of(
+    dims: dict[int, tuple[DimShard, ...]], mesh: Mesh, digits: Callable[[str], Iterable[str]] | None = None
+) -> Layout:
+    """Return the layout of {dim: axes} in the spec; the first axis of a dim has the outermost digit.
+
+    digits: what an axis of the spec means on this mesh, if not the axis of that name.
+    """
     placements: dict[str, Placement] = {}
     for dim, shards in dims.items():
         digit = 1
         for s in shards:
-            placements[s.axis] = Shard(dim, s.split * digit, s.sections)
-            digit *= mesh.size(s.axis)
+            for axis in digits(s.axis) if digits is not None else (s.axis,):
+                placements[axis] = Shard(dim, s.split * digit, s.sections)
+                digit *= mesh.size(axis)
     return Layout.of({a: p for a, p in placements.items() if mesh.size(a) > 1}, mesh)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
@@ -21,6 +22,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param, whole_name
 from shardc.ir.types import full_op_name
 from shardc.passes.annotate import indivisible, kv_heads
+from shardc.passes.annotate.mesh_parts import Digits
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
 from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts, unsplit_by
@@ -32,13 +34,13 @@ from shardc.spec.model_names import Names
 class Weights:
     """The layouts that `shard` sets for a program's weights.
 
-    mesh: with the digits that shared key-value heads need. named: the parameters that the spec's own entries name,
+    digits: of the mesh, and of its axes in parts of the model. named: the parameters that the spec's own entries name,
     known after `named_layouts`.
     """
 
     spec: Spec
     program: Program
-    mesh: Mesh
+    digits: Digits
     shared: dict[fx.Node, kv_heads.Shared]
     named: set[str] = field(default_factory=set)
     _unsplittable: set[int] = field(default_factory=set)  # entries whose style word has no meaning for some weight
@@ -47,6 +49,10 @@ class Weights:
     _whole_parts: list[str] = field(default_factory=list)  # parts of quantised weights that no style word splits
     # (kv heads, digit) -> weights whose queries all ranks of the digit compute
     _repeated: dict[tuple[int, str], list[str]] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.digits.mesh
 
     @property
     def notes(self) -> Iterator[str]:
@@ -192,10 +198,10 @@ class Weights:
 
     def _split(self, dims: dict[int, tuple[DimShard, ...]], node: fx.Node) -> Layout:
         """Return a layout by dims; ranks that share a key-value head all hold it."""
-        layout = layout_of(dims, self.mesh)
+        layout = layout_of(dims, self.mesh, partial(self.digits.of, node))
         if node in self.shared:
             for axis in {s.axis for shards in dims.values() for s in shards}:
-                for digit in kv_heads.shares(self.mesh, axis, self.shared[node]):
+                for digit in kv_heads.shares(self.mesh, self.digits.of(node, axis), self.shared[node]):
                     layout = layout.replace(digit, REPLICATE, self.mesh)
                     if self.shared[node].fused:
                         key = (self.shared[node].heads, digit)

@@ -102,6 +102,7 @@ class LocalProgram:
         """Write a parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
         value = node.meta.get("value")
         meta = {"source": source_of(node), "value": value and replace(value, layout=layout)}
+        meta |= {"rows": node.meta["rows"]} if "rows" in node.meta else {}
         new = add_node(self.graph, "placeholder", node.name, (), name=node.name, meta=meta)
         self.forms[node, 0] = {layout: new}
         if node.name == "mesh":

@@ -91,7 +91,11 @@ class RankMesh(ABC):
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's coordinate on an axis. The microbatches of a step are an axis too."""
-        return self._coords[axis] if axis != MICROBATCH else self.step.running.index
+        if axis == MICROBATCH:
+            return self.step.running.index
+        if axis not in self._coords:  # several axes together
+            self._coords[axis] = self.layout.group(self.rank, (axis,)).index(self.rank)
+        return self._coords[axis]
 
     def size(self, axis: str) -> int:
         if axis == MICROBATCH:

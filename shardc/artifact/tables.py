@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from shardc.artifact.folder_files import AGAIN
 from shardc.artifact.rows import Form, Positive
 from shardc.errors import Errors
-from shardc.ir.mesh import MAX_RANKS, MICROBATCH, Mesh
+from shardc.ir.mesh import JOIN, MAX_RANKS, MICROBATCH, Mesh
 from shardc.ir.program import Program
 from shardc.optional import registered
 
@@ -176,7 +176,11 @@ def contradictions(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def axis_fault(axis: str, mesh: Mesh) -> str:
-    """Return what is wrong with an axis of the mesh, or with a part of it ("pp[0,3]"); "" if nothing."""
+    """Return what is wrong with an axis of the mesh, a part of it ("pp[0,3]"), or several ("dp+tp"); "" if nothing."""
+    if JOIN in axis:
+        names = axis.split(JOIN)
+        faults = [why for name in names if (why := axis_fault(name, mesh))]
+        return next(iter(faults), "" if len({*names}) == len(names) else f"{_short(repr(axis))} names an axis twice")
     whole, bracket, inside = axis.partition("[")
     if whole not in mesh.names and whole not in {n.rpartition(".")[0] for n in mesh.names}:
         return f"the mesh has no axis {_short(repr(axis))}"

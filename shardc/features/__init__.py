@@ -6,6 +6,7 @@ fp8             products of numbers of 8 bits                       sequence    
 hub             model cards, and uploads to the Hugging Face hub
 trackers        a run in W&B, MLflow, TensorBoard, OpenTelemetry
 text            rows of tokens, of chats and documents      choices      experts and keys, recorded or replayed
+parts           parts of the model that have their own mesh
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 
@@ -18,6 +19,7 @@ ops         OPS: ops of programs, by name; PRODUCTS, PACKED: which of them are o
 rules       the rules of its ops: an import registers them
 passes      PASSES: the stage that each pass of the feature follows, and its own stage; DERIVATIVES; how_rounded
             annotate: adds layouts at the end of that pass; improve_placement: after placement on an axis of tokens
+            mesh_parts: the ops of parts that see the ranks as another mesh
 proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
             StandIns: the parameters that optimizers get (shardc.runtime.state.owners); ASSUMED_OPTIMIZER: of costs;

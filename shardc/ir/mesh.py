@@ -10,6 +10,8 @@ from functools import cached_property
 
 #: The axis of microbatches, which run in turn (shardc.passes.accumulate). Values are summed, never gathered.
 MICROBATCH = "microbatch"
+#: Between the names of axes that are one axis together: "dp+tp".
+JOIN = "+"
 #: Ten times the ranks of the largest clusters.
 MAX_RANKS = 1 << 20
 
@@ -37,6 +39,11 @@ class Mesh:
 
     >>> m.refine("tp", 2).axes
     (('dp', 2), ('tp.0', 2), ('tp.1', 2))
+
+    Several axes are one axis together; its coordinates are in the mesh's order.
+
+    >>> m.size("dp+tp"), m.group(5, ("dp+tp",))
+    (8, (0, 1, 2, 3, 4, 5, 6, 7))
 
     Some coordinates of an axis form an axis too: their ranks, in order. Other ranks have no coordinate on it.
 
@@ -76,7 +83,9 @@ class Mesh:
 
     def digits(self, *axes: str) -> tuple[str, ...]:
         """Return the digits of axes; an axis without digits is its own. Raises KeyError for an unknown axis."""
-        return tuple(digit for a in axes for digit in ((a,) if "[" in a else self._digits[a]))
+        return tuple(
+            digit for a in axes for one in a.split(JOIN) for digit in ((one,) if "[" in one else self._digits[one])
+        )
 
     @cached_property
     def _digits(self) -> dict[str, tuple[str, ...]]:

@@ -7,6 +7,7 @@ Keys of `node.meta` that several passes share
     in every graph
         "value"       Value, or a tuple of them for an op with several results (None for mesh and rng)
         "source"      Source: the model's module and line that the op came from (shardc.ir.source)
+        "rows"        on weights of a part with another mesh: the digits that split its rows beside those of the batch
     in the global graph, until it is partitioned
         "through"     names of modules that return this value unchanged (Dropout(0.0))
         "pin"         Layout that the spec requires of a pinned value

@@ -37,6 +37,7 @@ def annotated(c: Candidate, plan: Plan) -> str:
 WHY = {
     "sequence": "each rank has a part of the tokens of every row, in two stretches where attention is causal",
     "activations": "sequence parallel: what layers pass on is split over tp, for the same bytes sent",
+    "parts": "an encoder's rows are split over all ranks of a stage, and its weights over none",
     "experts": "experts over ranks: tokens are exchanged",
     "precision": "products in the compute dtype, master weights and sums of gradients in the others",
 }

@@ -112,6 +112,12 @@ class Choice:
         return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
 
     @property
+    def encoder_mesh(self) -> dict[str, int]:
+        """The mesh of an encoder whose rows all ranks of a stage split."""
+        kept = {a: n for a, n in self.mesh.items() if a in ("dp_outer", "ep")}
+        return {**kept, "dp": self.dp // self.outer * self.cp * self.tp}
+
+    @property
     def batch(self) -> int:
         """Rows of the global batch."""
         return self.dp * self.ep * self.rows * self.microbatches
@@ -188,15 +194,16 @@ class Facts:
 def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str, Any]:
     """Return a choice as a spec. counts: layers of each stage."""
     c, how, sizes = choice, CHECKPOINTS[choice.checkpoint], {"microbatches": choice.microbatches}
-    rows = {name: {0: "tp"} for name in facts.encoders if c.encoder_rows and c.tp > 1}
+    parts = c.encoder_mesh if c.encoder_rows and c.tp > 1 else {}
     number = {"balance": list(counts)} if counts else {"stages": c.pp * c.per_rank}
     document: dict[str, Any] = {
         "shardc": 1,
-        "mesh": c.mesh,
+        "mesh": {"dp": 1, **c.mesh} if parts else c.mesh,
+        "parts": {name: {"modules": name, "mesh": parts} for name in facts.encoders} if parts else {},
         "batch": ({"dims": dict(facts.inputs)} if facts.inputs else {}) | (sizes if c.microbatches > 1 else {}),
         "sequence": {"axis": "cp"} if c.cp > 1 else {},
         "shard": dict(facts.shard) if c.tp > 1 else {},
-        "activations": {name: {1: "tp"} for name in facts.sequences if c.sequence_parallel} | rows,
+        "activations": {name: {1: "tp"} for name in facts.sequences if c.sequence_parallel},
         "execution": {"compile": "layers"} if c.compiled else {},
         "pipeline": {"axis": "pp", **number, "schedule": c.schedule} if c.pp > 1 else {},
         "data": c.data,

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from shardc.errors import Errors
+from shardc.ir.mesh import JOIN
 from shardc.ir.patterns import enclosing, match, names_weight
 from shardc.ir.program import Program
 from shardc.ir.stored import Bucket, Param
@@ -69,7 +70,8 @@ class SpecLines:
 
     def of_axes(self, axes: Iterable[str]) -> list[int]:
         """Return the lines that set the sizes of axes."""
-        return list(dict.fromkeys(line for axis in axes for line in self.at("mesh", axis)))
+        names = (one.partition("[")[0].partition(".")[0] for axis in axes for one in axis.split(JOIN))
+        return list(dict.fromkeys(line for name in names for line in self.at("mesh", name)))
 
     def of_param(self, p: Param) -> list[int]:
         """Return the lines that split a parameter: an entry with its name, `use`, experts, or the mesh's axes."""

@@ -47,7 +47,7 @@ def _of_param(program: Program, p: Param) -> Iterator[Wrong]:
         if p.reduce:
             yield p.fqn, f"its gradient is summed over {', '.join(p.reduce)}, and no bucket has it"
         return
-    if trained and set(b.axes) != set(p.reduce):
+    if trained and sorted(program.mesh.digits(*b.axes)) != sorted(program.mesh.digits(*p.reduce)):
         yield p.fqn, f"{bucket} sums over ({', '.join(b.axes)}), its gradient wants ({', '.join(p.reduce)})"
     if p.dtype.is_floating_point and any(x.dtype != p.dtype for x in map(program.param, b.params)):
         yield p.fqn, f"{bucket} has parameters of other dtypes"

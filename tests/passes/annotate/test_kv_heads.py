@@ -155,26 +155,23 @@ def test_fused_weights_in_every_layout(name: str) -> None:
 
 
 def test_an_axis_is_seen_in_digits_only_where_heads_need_it() -> None:
-    mesh = Mesh((("dp", 2), ("tp", 8)))
-    assert kv_heads.refine(mesh, "tp", [Shared(8, 32)]) == mesh
-    assert kv_heads.refine(mesh, "tp", [Shared(1, 32)]) == mesh
-    assert kv_heads.refine(mesh, "tp", [Shared(3, 24)]) == mesh  # 3 does not divide 8
-    assert kv_heads.refine(mesh, "tp", [Shared(2, 12)]) == mesh  # 12 queries' heads do not either
-    assert kv_heads.refine(mesh, "tp", [Shared(2, 8)]).axes == (("dp", 2), ("tp.0", 2), ("tp.1", 4))
-    assert kv_heads.refine(mesh, "tp", [Shared(2, 8), Shared(4, 8)]).axes == (
-        ("dp", 2),
-        ("tp.0", 2),
-        ("tp.1", 2),
-        ("tp.2", 2),
-    )
+    def cuts(*heads: Shared) -> list[int]:
+        return list(kv_heads.cuts(8, heads))
+
+    assert cuts(Shared(8, 32)) == []
+    assert cuts(Shared(1, 32)) == []
+    assert cuts(Shared(3, 24)) == []  # 3 does not divide 8
+    assert cuts(Shared(2, 12)) == []  # 12 queries' heads do not either
+    assert cuts(Shared(2, 8)) == [2]
+    assert cuts(Shared(2, 8), Shared(4, 8)) == [2, 4]
 
 
 def test_digits_whose_ranks_share_a_head() -> None:
     mesh = Mesh((("tp", 8),)).refine("tp", 2, 2)
-    assert kv_heads.shares(mesh, "tp", Shared(2, 8)) == ["tp.1", "tp.2"]
-    assert kv_heads.shares(mesh, "tp", Shared(4, 8)) == ["tp.2"]
-    assert kv_heads.shares(mesh, "tp", Shared(1, 8)) == ["tp.0", "tp.1", "tp.2"]
-    assert kv_heads.shares(mesh, "tp", Shared(8, 8)) == []
+    assert kv_heads.shares(mesh, mesh.digits("tp"), Shared(2, 8)) == ["tp.1", "tp.2"]
+    assert kv_heads.shares(mesh, mesh.digits("tp"), Shared(4, 8)) == ["tp.2"]
+    assert kv_heads.shares(mesh, mesh.digits("tp"), Shared(1, 8)) == ["tp.0", "tp.1", "tp.2"]
+    assert kv_heads.shares(mesh, mesh.digits("tp"), Shared(8, 8)) == []
 
 
 def test_the_name_of_an_axis_stands_for_its_digits() -> None:
