@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shardc.ir.mesh import axes_of_spec
 from shardc.ir.placement import REPLICATE, Layout
 from shardc.ir.program import Program
 from shardc.passes.base import Pass
@@ -18,7 +19,8 @@ class UnusedAxes(Pass):
     def run(self, program: Program) -> Program:
         unused = {axis: size for axis, size in self.spec.mesh.axes if size > 1}
         for axis in _used(program):
-            unused.pop(axis.partition("[")[0].partition(".")[0], None)
+            for name in axes_of_spec(axis):
+                unused.pop(name, None)
             if not unused:
                 return program
         return replace(

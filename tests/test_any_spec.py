@@ -200,8 +200,9 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         spec |= {"mesh": {**mesh, "ep": 2}, "experts": [{"match": m, "axis": "ep"} for m in experts], "uneven": "pad"}
         axes = spec["data"]["axis"]
         spec["data"]["axis"] = [*([axes] if isinstance(axes, str) else axes), "ep"]
-    if "dp" in mesh and mesh.keys() & {"tp", "cp"} and len(str(spec)) % 2:  # not drawn, as above
-        own_meshes(spec, modules)
+    each = math.prod(n for a, n in mesh.items() if a != "pp") * microbatches
+    if "dp" in mesh and mesh.keys() & {"tp", "cp"} and rows % each == 0 and len(str(spec)) % 2:  # not drawn, as above
+        own_meshes(spec, [n for n, m in model.named_modules() if n and any(True for _ in m.parameters())])
     if "data" in spec:  # not drawn, as above
         size, zero = len(str(spec)), spec["data"]["zero"]
         spec["data"] |= {"keep": True} if zero == 3 and size % 4 == 0 else {"prefetch": 2} if size % 4 == 1 else {}

@@ -210,38 +210,37 @@ def pin_parts(spec: Spec, program: Program, digits: Digits, errors: Errors) -> N
 
     spec: of one stage, with the axis of microbatches. Adds errors for rows that a part's ranks do not divide.
     """
-    rows, _ = batch_rows(spec, program)
     dims = {x.name: batch_dim(spec, program, x) for x in program.inputs}
-    fitting = [p for p in digits.rows if _divides(spec, rows, p, digits, errors)]
-    inside = {p: {*p.nodes, *(u for n in p.nodes for u in n.users if "pin" in u.meta)} for p in fitting}
+    inside = {p: {*p.nodes, *(u for n in p.nodes for u in n.users if "pin" in u.meta)} for p in digits.rows}
     computed = _computed(program)
-    for part in fitting:
-        for node in [n for n in program.graph.nodes if n in inside[part] and n in computed]:
-            if users := {u for u in node.users if u not in inside[part]}:
-                layout = _leaving(spec, digits, part, node, rows)
-                _pin(program, node, layout, part, users, digits.mesh)
-    for part in (p for p in fitting if digits.rows[p]):
-        read = dict.fromkeys(t for n in program.graph.nodes if n in inside[part] for t in operands_of(n))
-        for node in [t for t in read if t not in inside[part]]:
+    pinned: set[MeshPart] = set()
+    for part, nodes in inside.items():
+        for node in [n for n in program.graph.nodes if n in nodes and n in computed]:
+            if users := {u for u in node.users if u not in nodes}:
+                layout = _leaving(spec, digits, part, node)
+                pinned |= _pin(program, node, layout, part, users, digits.mesh)
+    for part, nodes in ((p, inside[p]) for p in digits.rows if digits.rows[p]):
+        read = dict.fromkeys(t for n in program.graph.nodes if n in nodes for t in operands_of(n))
+        for node in [t for t in read if t not in nodes]:
             if node in computed or node.name in dims or "pin" in node.meta:
-                layout = _layout(spec, digits.mesh, node, rows, {dims.get(node.name, 0): digits.rows[part]})
-                _pin(program, node, layout, part, {u for u in node.users if u in inside[part]}, digits.mesh)
+                layout = _layout(spec, digits.mesh, node, {dims.get(node.name, 0): digits.rows[part]})
+                pinned |= _pin(program, node, layout, part, {u for u in node.users if u in nodes}, digits.mesh)
+        if part not in pinned:
+            fault, fix = _indivisible(spec, program, part, digits)
+            errors.add(fault, where=part.where, fix=fix)
     for param, part in digits.of_param.items():
         if digits.rows[part]:
             param.meta["rows"] = digits.rows[part]
 
 
-def _divides(spec: Spec, rows: int, part: MeshPart, digits: Digits, errors: Errors) -> bool:
-    """Return whether a part's ranks divide the batch's rows, or may pad them; if not, add an error."""
+def _indivisible(spec: Spec, program: Program, part: MeshPart, digits: Digits) -> tuple[str, str]:
+    """Return fault and fix of a part whose ranks divide the rows of nothing that enters or leaves it."""
+    rows, _ = batch_rows(spec, program)
     ranks = math.prod(map(digits.mesh.size, (*spec.data_axes, *digits.rows[part])))
-    if rows % ranks == 0 or spec.uneven == "pad":
-        return True
     number = digits.mesh.size(MICROBATCH) if MICROBATCH in digits.mesh.names else 1
     each = f" in {number} microbatches" if number > 1 else ""
     fault = f"{part.name} splits the batch of {rows} rows over {ranks // number} ranks{each}, which do not divide it"
-    fix = f"a batch of a multiple of {ranks} rows, fewer data ranks in this part, or `uneven: pad`"
-    errors.add(fault, where=part.where, fix=fix)
-    return False
+    return fault, f"a batch of a multiple of {ranks} rows, or fewer data ranks in this part"
 
 
 def _computed(program: Program) -> set[fx.Node]:
@@ -254,34 +253,36 @@ def _computed(program: Program) -> set[fx.Node]:
     return {n for n, kinds in depends.items() if n.op == "call_function" and len(kinds) == 2}
 
 
-def _leaving(spec: Spec, digits: Digits, part: MeshPart, node: fx.Node, rows: int) -> Layout | None:
+def _leaving(spec: Spec, digits: Digits, part: MeshPart, node: fx.Node) -> Layout | None:
     """Return how a part returns a value: its rows; between stages split by all digits, along one more dim if needed."""
     mesh, extra = digits.mesh, digits.rows[part]
     if part.is_stage:
         taken = {*mesh.digits(*spec.data_axes), *extra, *(a for a, _ in node.meta.get("pin", Layout()).items)}
         others = tuple(a for a in mesh.names if a not in taken)
         for dims in ({0: (*extra, *others)}, {0: extra, 1: others}):
-            if (layout := _layout(spec, mesh, node, rows, dims)) is not None:
+            if (layout := _layout(spec, mesh, node, dims)) is not None:
                 return layout
-    return _layout(spec, mesh, node, rows, {0: extra})
+    return _layout(spec, mesh, node, {0: extra})
 
 
-def _layout(spec: Spec, mesh: Mesh, node: fx.Node, rows: int, dims: Mapping[Any, tuple[str, ...]]) -> Layout | None:
+def _layout(spec: Spec, mesh: Mesh, node: fx.Node, dims: Mapping[Any, tuple[str, ...]]) -> Layout | None:
     """Return a value's layout: the first dim (None: it has none) has its rows, which the batch's axes split already.
 
-    None if it has no rows, or if ranks do not divide a dim.
+    None if ranks do not divide a dim.
     """
     v, row_dim = node.meta.get("value"), next(iter(dims))
-    if v is None or isinstance(v, tuple) or row_dim is None or row_dim >= len(v.shape) or v.shape[row_dim] % rows:
+    if v is None or isinstance(v, tuple) or row_dim is None:
         return None
     placements: dict[str, Placement] = {}
     for dim, names in dims.items():
         split = 1
         for digit in names:
-            placements[digit] = Shard(dim or 0, split)
+            placements[digit] = Shard(dim, split)
             split *= mesh.size(digit)
         of_batch = math.prod(map(mesh.size, spec.data_axes)) if dim == row_dim else 1
-        if dim is None or dim >= len(v.shape) or (v.shape[dim] % (split * of_batch) and spec.uneven != "pad"):
+        size = v.shape[dim] if dim < len(v.shape) else 0
+        whole = -(-size // of_batch) * of_batch if spec.uneven == "pad" else size  # with the batch's padding
+        if not size or whole % (split * of_batch):
             return None
     layout = Layout.of(placements, mesh)
     return padded(layout, v.shape, mesh) if spec.uneven == "pad" else layout
@@ -289,6 +290,9 @@ def _layout(spec: Spec, mesh: Mesh, node: fx.Node, rows: int, dims: Mapping[Any,
 
 def _pin(
     program: Program, node: fx.Node, layout: Layout | None, part: MeshPart, users: set[fx.Node], mesh: Mesh
-) -> None:
-    if layout is not None and layout.items:
-        insert_pin(program.graph, node, Pin(layout, part.cause, users), mesh)
+) -> set[MeshPart]:
+    """Pin a value for some of its users, if it has a layout; return the part, if so."""
+    if layout is None or not layout.items:
+        return set()
+    insert_pin(program.graph, node, Pin(layout, part.cause, users), mesh)
+    return {part}

@@ -26,6 +26,11 @@ def is_data_axis(name: str) -> bool:
     return name == "dp" or name.startswith("dp_")
 
 
+def axes_of_spec(axis: str) -> list[str]:
+    """Return the axes of the spec that an axis is, or is a part of: of "dp+tp.0" dp and tp, of "pp[0,3]" pp."""
+    return [one.partition("[")[0].partition(".")[0] for one in axis.split(JOIN)]
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A mesh of ranks. axes: (name, size) pairs, outermost first: the last axis holds neighbouring ranks.

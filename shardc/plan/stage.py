@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.cost.recorded import KINDS, DryRun
+from shardc.ir.mesh import axes_of_spec
 from shardc.ir.metadata import HOST_LINK, CommRecord
 from shardc.machine.clock import Clock
 from shardc.machine.work import Op, Part, Storage
@@ -133,7 +134,7 @@ class Meter(Clock):
         if record.axes == HOST_LINK:  # activations that wait on the host
             return "memory"
         if record.axes not in self._causes:
-            of = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
+            of = {self.roles[name] for a in record.axes for name in axes_of_spec(a)}
             self._causes[record.axes] = next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in of)
         return self._causes[record.axes]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardc.features.fp8 import casts, rounding
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import trim
-from shardc.ir.stored import Bucket, Rounded
+from shardc.ir.stored import Bucket
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops import shard_parts
 from shardc.runtime.ops.convert import Packed, Record, Started
@@ -47,12 +47,6 @@ def all_gather(x: Tensor, mesh: Any, axis: str, old: Shard, record: Record, fp8:
 
 
 # --- parameters
-
-
-def axes_of(bucket: Bucket, rounded: Rounded, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes over which the granules of a parameter are spread. names: of the mesh, in order."""
-    axes = {bucket.shard, *rounded.axes}
-    return tuple(sorted(axes, key=lambda a: next(i for i, n in enumerate(names) if n.partition(".")[0] == a or n == a)))
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,10 @@ class RoundedGather:
             largest[name] = x.new_zeros(rounding.granules(s.shard.shape, how.granule), dtype=wide)
             if s.shard.size:
                 s.of_scales(largest[name]).copy_(rounding.fp8_amax(s.as_rows(x), how.granule))
-            groups.setdefault(axes_of(self._bucket, how, self._mesh.layout.names), []).append(name)
+            axes = self._mesh.layout.merge(
+                (self._bucket.shard, *how.axes)
+            )  # that a parameter's granules are spread over
+            groups.setdefault(axes, []).append(name)
         for axes, names in groups.items():
             flat = torch.cat([largest[n].view(-1) for n in names])
             flat = self._mesh.all_reduce(flat, axes, op="max", direction=direction, tag=self._tag)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from shardc.errors import Errors
-from shardc.ir.mesh import JOIN
+from shardc.ir.mesh import axes_of_spec
 from shardc.ir.patterns import enclosing, match, names_weight
 from shardc.ir.program import Program
 from shardc.ir.stored import Bucket, Param
@@ -70,7 +70,7 @@ class SpecLines:
 
     def of_axes(self, axes: Iterable[str]) -> list[int]:
         """Return the lines that set the sizes of axes."""
-        names = (one.partition("[")[0].partition(".")[0] for axis in axes for one in axis.split(JOIN))
+        names = (name for axis in axes for name in axes_of_spec(axis))
         return list(dict.fromkeys(line for name in names for line in self.at("mesh", name)))
 
     def of_param(self, p: Param) -> list[int]:
