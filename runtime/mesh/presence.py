@@ -71,6 +71,12 @@ def take(timeout: timedelta, named: float) -> Watch:
     return watch
 
 
+def failed(text: str) -> None:
+    """End the ranks that wait to meet this one, with its error. Nothing is done once all have met."""
+    for watch, _ in _begun:
+        watch.fail(text)
+
+
 def _new(timeout: timedelta, named: float) -> Watch:
     with not_inherited():
         store, rank, world = world_store(timeout, named)

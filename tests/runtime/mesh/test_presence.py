@@ -152,3 +152,27 @@ def test_a_process_that_nobody_started_hears_of_it(monkeypatch: pytest.MonkeyPat
         with mock.patch.dict(os.environ, {**world(3, launch.free_port(), 8), **more}), pytest.raises(dist.DistError):
             presence.world_store(timedelta(seconds=3), 0.1)
         assert re.match(f"{who} has not arrived(?s:.*)`unset RANK WORLD_SIZE", said.pop())
+
+
+def test_ranks_that_wait_end_with_the_error_of_one_that_failed_on_another_machine(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is known there of the process; without a word it would be waited for, as a machine that hangs."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(local_processes, "_machine", lambda: "")
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    failing = Watch(store, 1, 2, 0)
+    monkeypatch.setattr(presence, "_begun", [(failing, mock.Mock())])
+    monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
+    monkeypatch.setattr("os._exit", mock.Mock(side_effect=RuntimeError))  # the thread does nothing more
+    waiting = Watch(store, 0, 2, 0.4)
+    presence.failed("error lm.py: there is no model file lm.py\n  fix: name one\n")
+    waiting._thread.join(30)
+    os._exit.assert_called_once_with(GAVE_UP)  # type: ignore[attr-defined]
+    assert capfd.readouterr().err.splitlines()[-3:] == [
+        "error lm.py: there is no model file lm.py",
+        "  fix: name one",
+        "on node7: rank 1 ended with this error; this rank has ended",
+    ]
+    assert (failing.processes.on([0, 1]), Processes(None, 0, 2).on([1])) == ("on node7: ", "")
