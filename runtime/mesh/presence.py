@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -30,10 +31,11 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from shardc.errors import ShardcError
 from shardc.runtime.launch import LEFT_OVER, LOOPBACK
 from shardc.runtime.mesh.local_processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
-from shardc.runtime.time_limits import LATE_RANK_0, NAMED
+from shardc.runtime.time_limits import LATE_RANK_0, NAMED, UNKNOWN_HOST
 
 #: What `begin` has made, and its activity, which ends when a TorchMesh takes it over.
 _begun: list[tuple[Watch, contextlib.ExitStack]] = []
@@ -144,9 +146,31 @@ def _new_store(timeout: timedelta, named: float) -> tuple[Any, int, int]:
         if agent:
             store, rank, world = next(rendezvous("env://", timeout=timeout))
             return store, rank, world
+        _resolve(address)
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
+    except dist.DistNetworkError as e:
+        if rank or agent or "failed to listen" not in str(e):
+            raise
+        fault = f"rank 0 cannot listen at port {port}: {str(e).rpartition('message: ')[2]}"
+        raise ShardcError(
+            fault, where="MASTER_PORT", fix="set MASTER_PORT to a free port, the same on all ranks"
+        ) from e
     finally:
         late.cancel()
+
+
+def _resolve(address: str) -> None:
+    """Wait until a host has this name, as in a cluster that is still starting: torch would wait for its whole limit."""
+    deadline = time.monotonic() + UNKNOWN_HOST
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except OSError as e:
+            if time.monotonic() > deadline:
+                fix = "set MASTER_ADDR to the name or address by which all machines reach the one of rank 0"
+                raise ShardcError(f"no host {address}: {e.strerror}", where="MASTER_ADDR", fix=fix) from e
+        time.sleep(1)
 
 
 # --- connections in forked processes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
 from shardc.runtime.launch import GAVE_UP
@@ -176,3 +178,19 @@ def test_ranks_that_wait_end_with_the_error_of_one_that_failed_on_another_machin
         "on node7: rank 1 ended with this error; this rank has ended",
     ]
     assert (failing.processes.on([0, 1]), Processes(None, 0, 2).on([1])) == ("on node7: ", "")
+
+
+def test_a_place_to_meet_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "UNKNOWN_HOST", 0.1)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        here = {**world(0, port, 2), "MASTER_ADDR": "localhost"}
+        for more, where, fault, fix in (
+            ({}, "MASTER_PORT", f"rank 0 cannot listen at port {port}: address already in use", "a free port"),
+            ({"MASTER_ADDR": "node.invalid"}, "MASTER_ADDR", "no host node.invalid: ", "by which all machines reach"),
+        ):
+            with mock.patch.dict(os.environ, {**here, **more}), pytest.raises(ShardcError, match=fault) as e:
+                presence.world_store(timedelta(seconds=3), 0.1)
+            assert (e.value.where, fix in e.value.fix) == (where, True)
