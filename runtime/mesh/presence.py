@@ -17,7 +17,6 @@ process closes them (`not_inherited`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -33,7 +32,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardc.errors import ShardcError
 from shardc.runtime.launch import LEFT_OVER, LOOPBACK
-from shardc.runtime.mesh.local_processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
 from shardc.runtime.time_limits import LATE_RANK_0, NAMED, UNKNOWN_HOST
 
@@ -52,15 +50,21 @@ def begin(named: float = NAMED) -> Watch | None:
     compiling.enter_context(watch.activity.during("compiling"))
     _begun.append((watch, compiling))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, functools.partial(_end, watch.processes))  # until the run sets its own handler
+        signal.signal(signal.SIGTERM, lambda *_: None)  # until the run sets its own handler
+        received, sent = os.pipe()
+        os.set_blocking(sent, False)
+        signal.set_wakeup_fd(sent, warn_on_full_buffer=False)
+        threading.Thread(target=_heed, args=(watch, received), daemon=True).start()
     return watch
 
 
-def _end(processes: Processes, number: int, _: object) -> None:
-    with contextlib.suppress(Exception):  # the store may be gone, or there is none to use
-        processes.note_ending()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
+def _heed(watch: Watch, received: int) -> None:
+    """End at SIGTERM or Ctrl-C until all have met: the main thread may wait in native code, where it heeds none."""
+    while signals := os.read(received, 1):
+        if signals[0] in (signal.SIGINT, signal.SIGTERM) and not watch.met:
+            with contextlib.suppress(Exception):  # the store may be gone, or there is none to use
+                watch.processes.note_ending()
+            os._exit(128 + signals[0])
 
 
 def take(timeout: timedelta, named: float) -> Watch:
@@ -152,20 +156,17 @@ def _new_store(timeout: timedelta, named: float) -> tuple[Any, int, int]:
         if rank or agent or "failed to listen" not in str(e):
             raise
         fault = f"rank 0 cannot listen at port {port}: {str(e).rpartition('message: ')[2]}"
-        raise ShardcError(
-            fault, where="MASTER_PORT", fix="set MASTER_PORT to a free port, the same on all ranks"
-        ) from e
+        raise ShardcError(fault, where="MASTER_PORT", fix="set it to a free port, the same on all ranks") from e
     finally:
         late.cancel()
 
 
-def _resolve(address: str) -> None:
+def _resolve(address: str) -> object:
     """Wait until a host has this name, as in a cluster that is still starting: torch would wait for its whole limit."""
     deadline = time.monotonic() + UNKNOWN_HOST
     while True:
         try:
-            socket.getaddrinfo(address, None)
-            return
+            return socket.getaddrinfo(address, None)
         except OSError as e:
             if time.monotonic() > deadline:
                 fix = "set MASTER_ADDR to the name or address by which all machines reach the one of rank 0"

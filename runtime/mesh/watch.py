@@ -114,7 +114,7 @@ class Watch:
         self, store: Any, rank: int, world: int, named: float, *, say: Callable[[str], None] = print_line
     ) -> None:
         self.store, self.rank, self.world, self.say = store, rank, world, say
-        self.layout, self._met, self.failures = _ANY, False, 0
+        self.layout, self.met, self.failures = _ANY, False, 0
         # a thread needs a separate connection: the main thread may hold the store while it waits
         self._asked: Any = store.clone() if _connects_again(store) else None
         self.activity, self.processes = Activity(), Processes(self._asked, rank, world)
@@ -138,7 +138,7 @@ class Watch:
 
     def meet(self, layout: Mesh, named: float) -> None:
         """Note that all ranks are there, on a known mesh. named: as in the constructor; 0: stop."""
-        self.layout, self._met = layout, True
+        self.layout, self.met = layout, True
         self._set_timeouts(named)
         if not named:
             self.stop()
@@ -220,8 +220,8 @@ class Watch:
                 self._ask(now, since)
                 looked = 0.0
             # until all have met, check often: the first rank to end is known only for a moment
-            due = now - looked >= (self._look if self._met else max(self.named / 40, self.world / 1000))
-            if not self._met and (due or self.processes.known()):
+            due = now - looked >= (self._look if self.met else max(self.named / 40, self.world / 1000))
+            if not self.met and (due or self.processes.known()):
                 self._end_with_one_that_ended(now)
             if due:
                 looked = now
@@ -261,7 +261,7 @@ class Watch:
         seconds = now - since
         if len(answers) == self.world:
             # else the wait is over: all were slow, on a busy machine; or one compiles for all
-            if self.activity.count == count and (self._met or asked - since > self.named):
+            if self.activity.count == count and (self.met or asked - since > self.named):
                 busy = [r for r, answer in answers.items() if not answer["waits"]]
                 self.say(self.processes.on(busy) + verdict(self.layout, answers, seconds))
             return
@@ -273,7 +273,7 @@ class Watch:
                 if process is not None:
                     with contextlib.suppress(OSError):
                         os.kill(process, signal.SIGKILL)  # a stopped process ignores other signals
-        if why == STOPPED and self._met:
+        if why == STOPPED and self.met:
             self.say(f"{text}; ended now")  # the others notice by their connections
         elif why == ABSENT:
             self.say(f"{text}; if no launcher started this process, {LEFT_OVER}")

@@ -105,7 +105,7 @@ def test_a_rank_that_its_launcher_ends_is_not_taken_for_the_one_that_failed() ->
         p.start()
     for p in ranks:
         p.join(60)
-    assert [p.exitcode for p in ranks] == [0, -signal.SIGTERM, -signal.SIGKILL]
+    assert [p.exitcode for p in ranks] == [0, 128 + signal.SIGTERM, -signal.SIGKILL]
 
 
 def test_a_rank_that_has_not_come_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +194,25 @@ def test_a_place_to_meet_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPa
             with mock.patch.dict(os.environ, {**here, **more}), pytest.raises(ShardcError, match=fault) as e:
                 presence.world_store(timedelta(seconds=3), 0.1)
             assert (e.value.where, fix in e.value.fix) == (where, True)
+
+
+def waits_for_ever(port: int) -> None:
+    os.environ |= world(0, port, 2)
+    assert presence.begin(0.4) is not None
+    TorchMesh(Mesh.of({"tp": 2}))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_one_that_nobody_starts_heeds_signals(number: int) -> None:
+    """It waits in native code, where Python runs no handler; variables that another job left behind cause it."""
+    port = launch.free_port()
+    rank = warm.context().Process(target=waits_for_ever, args=(port,))
+    rank.start()
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60), wait_for_workers=False)
+    started = dist.PrefixStore("join1", dist.PrefixStore("shardc/start0", store))  # type: ignore[attr-defined]
+    started.wait(["shardc/came/0"], timedelta(seconds=60))
+    time.sleep(1.5)  # now it waits
+    os.kill(rank.pid or 0, number)
+    rank.join(10)
+    status, _ = rank.exitcode, rank.kill()
+    assert status == 128 + number
