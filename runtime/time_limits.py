@@ -11,6 +11,8 @@ NAMED = 8.0
 ENDED = 8
 #: After so many times the seconds of rank 1, the other ranks report a late rank 0, too.
 LATE_RANK_0 = 4
+#: How long the name of the machine where ranks meet may be unknown.
+UNKNOWN_HOST = 30.0
 #: How long some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
 #: How long ranks have to fail because another one did; then, to end after SIGTERM; then, after SIGKILL.

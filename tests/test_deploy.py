@@ -196,7 +196,7 @@ def test_options_are_those_of_shardc_run(name: str) -> None:
         from torch.distributed.run import get_args_parser
 
         arguments = called[called.index("torchrun") + 1 : called.index("shardc") + 1]
-        assert get_args_parser().parse_args(arguments).training_script == "shardc"
+        assert get_args_parser().parse_args([*arguments, "run", "--log", "x"]).training_script == "shardc"
 
 
 def test_what_the_dockerfile_copies_exists() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,7 @@ class Processes:
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank, self._machine = store, rank, _machine() if store is not None else ""
+        self._world = world
         self._here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # number of ranks on this machine
         self._found: dict[int, _Process] = {}
         self._note: mmap.mmap | None = None
@@ -57,7 +60,7 @@ class Processes:
             if self._machine:
                 _, born = process_state(os.getpid())
                 store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
-            store.set(f"shardc/came/{rank}", "")
+            store.set(f"shardc/came/{rank}", socket.gethostname())
 
     def known(self) -> bool:
         """Return whether all ranks of this machine are registered, so that the store is read no more."""
@@ -91,6 +94,15 @@ class Processes:
     def has_registered(self, rank: int) -> bool:
         """Return whether a rank has registered, on any machine."""
         return self._store is None or bool(self._store.check([f"shardc/came/{rank}"]))
+
+    def on(self, ranks: Iterable[int]) -> str:
+        """Return "on HOST: ", the hosts of ranks, for the start of a line; "" if one machine has the whole world."""
+        if self._store is None or self._here >= self._world:
+            return ""
+        hosts = list[str]()
+        with suppress(RuntimeError):  # the store went with its process
+            hosts += [self._store.get(f"shardc/came/{r}").decode() for r in ranks if self.has_registered(r)]
+        return f"on {', '.join(dict.fromkeys(hosts))}: " if hosts else ""
 
     def _others(self) -> dict[int, _Process]:
         """Return the other ranks on this machine, as far as they are known."""

@@ -17,11 +17,11 @@ process closes them (`not_inherited`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from shardc.errors import ShardcError
 from shardc.runtime.launch import LEFT_OVER, LOOPBACK
-from shardc.runtime.mesh.local_processes import Processes
 from shardc.runtime.mesh.watch import Watch, print_line
-from shardc.runtime.time_limits import LATE_RANK_0, NAMED
+from shardc.runtime.time_limits import LATE_RANK_0, NAMED, UNKNOWN_HOST
 
 #: What `begin` has made, and its activity, which ends when a TorchMesh takes it over.
 _begun: list[tuple[Watch, contextlib.ExitStack]] = []
@@ -50,15 +50,21 @@ def begin(named: float = NAMED) -> Watch | None:
     compiling.enter_context(watch.activity.during("compiling"))
     _begun.append((watch, compiling))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, functools.partial(_end, watch.processes))  # until the run sets its own handler
+        signal.signal(signal.SIGTERM, lambda *_: None)  # until the run sets its own handler
+        received, sent = os.pipe()
+        os.set_blocking(sent, False)
+        signal.set_wakeup_fd(sent, warn_on_full_buffer=False)
+        threading.Thread(target=_heed, args=(watch, received), daemon=True).start()
     return watch
 
 
-def _end(processes: Processes, number: int, _: object) -> None:
-    with contextlib.suppress(Exception):  # the store may be gone, or there is none to use
-        processes.note_ending()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
+def _heed(watch: Watch, received: int) -> None:
+    """End at SIGTERM or Ctrl-C until all have met: the main thread may wait in native code, where it heeds none."""
+    while signals := os.read(received, 1):
+        if signals[0] in (signal.SIGINT, signal.SIGTERM) and not watch.met:
+            with contextlib.suppress(Exception):  # the store may be gone, or there is none to use
+                watch.processes.note_ending()
+            os._exit(128 + signals[0])
 
 
 def take(timeout: timedelta, named: float) -> Watch:
@@ -69,6 +75,12 @@ def take(timeout: timedelta, named: float) -> Watch:
     compiling.close()
     watch.store.set_timeout(timeout)
     return watch
+
+
+def failed(text: str) -> None:
+    """End the ranks that wait to meet this one, with its error. Nothing is done once all have met."""
+    for watch, _ in _begun:
+        watch.fail(text)
 
 
 def _new(timeout: timedelta, named: float) -> Watch:
@@ -138,9 +150,28 @@ def _new_store(timeout: timedelta, named: float) -> tuple[Any, int, int]:
         if agent:
             store, rank, world = next(rendezvous("env://", timeout=timeout))
             return store, rank, world
+        _resolve(address)
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
+    except dist.DistNetworkError as e:
+        if rank or agent or "failed to listen" not in str(e):
+            raise
+        fault = f"rank 0 cannot listen at port {port}: {str(e).rpartition('message: ')[2]}"
+        raise ShardcError(fault, where="MASTER_PORT", fix="set it to a free port, the same on all ranks") from e
     finally:
         late.cancel()
+
+
+def _resolve(address: str) -> object:
+    """Wait until a host has this name, as in a cluster that is still starting: torch would wait for its whole limit."""
+    deadline = time.monotonic() + UNKNOWN_HOST
+    while True:
+        try:
+            return socket.getaddrinfo(address, None)
+        except OSError as e:
+            if time.monotonic() > deadline:
+                fix = "set MASTER_ADDR to the name or address by which all machines reach the one of rank 0"
+                raise ShardcError(f"no host {address}: {e.strerror}", where="MASTER_ADDR", fix=fix) from e
+        time.sleep(1)
 
 
 # --- connections in forked processes

@@ -48,6 +48,7 @@ from shardc.runtime.mesh.local_processes import KILLED, Processes
 from shardc.runtime.time_limits import CAUSE, COMMON_ERROR, ENDED
 
 _OVER = "shardc/watch/over"  # key of the store: why all ranks end
+_FAILED = "shardc/watch/failed"  # the error of a rank that failed before all met
 _SHOWN = 8  # ranks that a message lists
 _ANY = Mesh(())  # names ranks without coordinates
 #: Reasons why a rank does not answer.
@@ -113,7 +114,7 @@ class Watch:
         self, store: Any, rank: int, world: int, named: float, *, say: Callable[[str], None] = print_line
     ) -> None:
         self.store, self.rank, self.world, self.say = store, rank, world, say
-        self.layout, self._met, self.failures = _ANY, False, 0
+        self.layout, self.met, self.failures = _ANY, False, 0
         # a thread needs a separate connection: the main thread may hold the store while it waits
         self._asked: Any = store.clone() if _connects_again(store) else None
         self.activity, self.processes = Activity(), Processes(self._asked, rank, world)
@@ -137,7 +138,7 @@ class Watch:
 
     def meet(self, layout: Mesh, named: float) -> None:
         """Note that all ranks are there, on a known mesh. named: as in the constructor; 0: stop."""
-        self.layout, self._met = layout, True
+        self.layout, self.met = layout, True
         self._set_timeouts(named)
         if not named:
             self.stop()
@@ -150,6 +151,11 @@ class Watch:
         atexit.unregister(self.stop)
 
     # --- failures
+
+    def fail(self, text: str) -> None:
+        """Give this rank's error to ranks that wait to meet it; on other machines nothing else is known of it."""
+        place = self.processes.on([self.rank])
+        self.store.set(_FAILED, f"{text.rstrip()}\n{place}rank {self.rank} ended with this error")
 
     def report(self, error: Exception, doing: str) -> bool:
         """Report that this rank failed. Returns whether all ranks failed, each with its own error."""
@@ -182,7 +188,7 @@ class Watch:
         self.failures += 1
         if causes:
             rank = min(causes)
-            fault = f"{self.layout.named(rank)} {causes[rank]}"
+            fault = f"{self.processes.on([rank])}{self.layout.named(rank)} {causes[rank]}"
         elif _contains_any(error, _LATE):
             fault = f"the time limit passed before another rank reached {self.activity.collective}, {self.activity}"
         else:
@@ -214,8 +220,8 @@ class Watch:
                 self._ask(now, since)
                 looked = 0.0
             # until all have met, check often: the first rank to end is known only for a moment
-            due = now - looked >= (self._look if self._met else max(self.named / 40, self.world / 1000))
-            if not self._met and (due or self.processes.known()):
+            due = now - looked >= (self._look if self.met else max(self.named / 40, self.world / 1000))
+            if not self.met and (due or self.processes.known()):
                 self._end_with_one_that_ended(now)
             if due:
                 looked = now
@@ -224,7 +230,9 @@ class Watch:
 
     def _end_with_one_that_ended(self, now: float) -> None:
         """End this rank if another has ended: ranks that wait in native code ignore the launcher's signal."""
-        if self._first_ended is None and (ended := self.processes.ended(_WAITED)):
+        if self._first_ended is None and self._asked.check([_FAILED]):
+            self._first_ended = self._asked.get(_FAILED).decode(), now
+        elif self._first_ended is None and (ended := self.processes.ended(_WAITED)):
             self._first_ended = verdict(self.layout, {}, 0.0, ended), now
         elif self._first_ended is not None and now - self._first_ended[1] > self.named / 4 and activity.waits():
             self._end_all(self._first_ended[0])
@@ -253,18 +261,19 @@ class Watch:
         seconds = now - since
         if len(answers) == self.world:
             # else the wait is over: all were slow, on a busy machine; or one compiles for all
-            if self.activity.count == count and (self._met or asked - since > self.named):
-                self.say(verdict(self.layout, answers, seconds))
+            if self.activity.count == count and (self.met or asked - since > self.named):
+                busy = [r for r, answer in answers.items() if not answer["waits"]]
+                self.say(self.processes.on(busy) + verdict(self.layout, answers, seconds))
             return
         silent = self._silent(answers)
         why, ranks = _first(silent)
-        text = verdict(self.layout, answers, seconds, silent)
+        text = self.processes.on(ranks) + verdict(self.layout, answers, seconds, silent)
         if why == STOPPED:
             for process in map(self.processes.stopped().get, ranks):
                 if process is not None:
                     with contextlib.suppress(OSError):
                         os.kill(process, signal.SIGKILL)  # a stopped process ignores other signals
-        if why == STOPPED and self._met:
+        if why == STOPPED and self.met:
             self.say(f"{text}; ended now")  # the others notice by their connections
         elif why == ABSENT:
             self.say(f"{text}; if no launcher started this process, {LEFT_OVER}")

@@ -100,13 +100,18 @@ def once(text: str, report: Callable[[], None]) -> None:
     store: Any = None
     rank, world, first = 0, 1, True
     if "RANK" in os.environ:  # else nothing need be imported
-        from shardc.runtime.mesh.presence import joined
+        from shardc.runtime.mesh import presence
         from shardc.runtime.mesh.watch import within
 
-        store, rank, world = joined()
+        store, rank, world = presence.joined()
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows what is in it at its end
+        more = {"py_callstack": text.rstrip(), "timestamp": int(time.time())}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
     with suppress(RuntimeError):  # the store went with the process that held it
         if store is not None:
             store.set_timeout(timedelta(seconds=FAILING))
+            presence.failed(text)
             first = store.add(f"error/{zlib.crc32(text.encode())}", 1) == 1
     if first:
         report()

@@ -45,7 +45,7 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     if open_:
         where, axis = places.where(("mesh", open_[0]), value=True), open_[0]
         if world is None:
-            fix = f"write the size, or give it: --mesh {axis}=N, in Python mesh={{{axis!r}: N}}"
+            fix = f"write the size, or give it: --mesh {axis}=N, run --nproc N, in Python mesh={{{axis!r}: N}}"
             fault = f"mesh size {axis}: -1 needs the world size, which is not known here"
             errors.add(fault, where=where, fix=fix)
             return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner, Result
 
 import shardc
@@ -517,13 +518,13 @@ def test_debug_shows_the_traceback(files: Path) -> None:
 
 
 def test_an_error_of_all_ranks_is_told_once(files: Path) -> None:
-    """Two ranks that fail before they have met: the first to fail speaks for both."""
+    """Two ranks that fail before they have met: the first to fail speaks for both; torchrun's summary has it, too."""
     (files / "spec.yaml").write_text(SPEC.replace("column", "colwise"))
     world = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "shardc", "run", "model.py", "spec.yaml"],
-            env={**world, "RANK": str(r), "LOCAL_RANK": str(r)},
+            env={**world, "RANK": str(r), "LOCAL_RANK": str(r), "TORCHELASTIC_ERROR_FILE": str(files / f"error{r}")},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -533,6 +534,8 @@ def test_an_error_of_all_ranks_is_told_once(files: Path) -> None:
     assert [p.returncode for p in ranks] == [2, 2]
     assert "unknown style 'colwise'" in said
     assert not silent.strip()
+    failures = {r: ProcessFailure(r, 0, 2, str(files / f"error{r}")) for r in range(2)}
+    assert str(ChildFailedError("shardc", failures)).count("unknown style 'colwise'") == 2
 
 
 def test_a_rank_whose_store_is_gone_tells_its_error(

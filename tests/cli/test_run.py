@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from shardc import torch_private
 from shardc.cli.model_file import load, seed_everything
 from shardc.cli.options import given
+from shardc.cli.ranks import save_lock
 from shardc.cli.ranks.make_job import run_folder
-from shardc.cli.ranks.save_lock import lock, lock_all
+from shardc.cli.ranks.save_lock import check_shared, lock, lock_all
 from shardc.cli.ranks.step_lines import StepLines, duration
 from shardc.cli.ranks.training_data import Batches, _taken_over
 from shardc.cli.run import _settings
@@ -644,3 +645,15 @@ def test_what_a_killed_run_left_is_removed_by_the_next(monkeypatch: pytest.Monke
         with run_folder() as one, run_folder() as two:
             assert {*Path(short).iterdir()} == {one, two}, "one that is in use stays"
         assert not [*Path(short).iterdir()]
+
+
+def test_a_save_folder_on_a_disk_of_one_machine_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no rank of another machine could save, and the first save would report it: at the end, perhaps."""
+    monkeypatch.setattr(save_lock, "FAILING", 0.1)
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    with pytest.raises(ShardcError, match=f"on node7, {tmp_path}/out is not the folder of rank 0") as e:
+        check_shared(str(tmp_path / "out"))
+    assert (e.value.where, "that all machines see" in e.value.fix) == ("--save", True)
+    os.close(lock(tmp_path / "out"))
+    for shared in (str(tmp_path / "out"), "", "s3://bucket/run"):
+        check_shared(shared)

@@ -8,10 +8,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from torch.distributed.run import get_args_parser
 
 from docs import generate
+from shardc.cli import app
 from tests import warm
 from tests.docs.pages import ROOT, Page
 
@@ -54,9 +58,19 @@ def test_torchrun_runs_the_command(example: Path) -> None:
     assert (example / "runs" / "a" / "model.safetensors").is_file()
 
 
-def test_torchrun_lines_start_commands() -> None:
-    assert len(lines()) >= 2
-    assert all("--no-python" in words for words in lines())
+@pytest.mark.parametrize("line", lines(), ids=lambda words: " ".join(words[1:3]))
+def test_torchrun_lines_take_all_options_of_the_command(line: list[str]) -> None:
+    """Its parser sees what follows the command, too: some versions of Python find `--log` ambiguous there."""
+    command: Any = typer.main.get_command(app)
+    options = [o for p in command.commands["run"].params for o in p.opts if o.startswith("-")]
+    assert "--log" in options
+    called = get_args_parser().parse_args([*line, *options])
+    assert (called.no_python, called.training_script) == (True, "shardc")
+    assert called.training_script_args == [*line[line.index("shardc") + 1 :], *options]
+
+
+def test_torchrun_lines_are_of_one_and_of_several_machines() -> None:
+    assert [("--nnodes" in words) for words in lines()] == [False, True]
 
 
 def test_torchrun_runs_a_program_of_ones_own(example: Path) -> None:

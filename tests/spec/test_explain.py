@@ -40,7 +40,7 @@ WHOLE = [  # the whole text
         "only one size may be -1, and 'dp' is already",
         "write the size of tp",
     ),
-    ("shardc: 1\nmesh: {dp: -1, tp: 2}\n", "2:12", "the world size, which is not known here", "--mesh dp=N"),
+    ("shardc: 1\nmesh: {dp: -1, tp: 2}\n", "2:12", "the world size, which is not known here", "--nproc N"),
     ("shardc: 1\nmesh: {t-p: 2}\n", "2:8", "'t-p' is not a valid axis name", "letters, digits and _"),
     ("shardc: 1\nmesh: {3: 2}\n", "2:8", "`mesh.3`: a name is text, not 3", "quote it"),
     ("shardc: 1\nmesh: {tp: 2, tp: 4}\n", "2:15", "duplicate key 'tp'", "the first is in line 2"),

@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardc.errors import ShardcError
+from shardc.runtime.mesh.watch import within
 from shardc.runtime.storage import disk_calls
 from shardc.runtime.storage.urls import Url
+from shardc.runtime.time_limits import FAILING
 
 NAME = ".run-lock"
 
@@ -51,3 +53,11 @@ def lock_all(folders: Mapping[str, str]) -> list[int]:
     paths = {option: disk_calls.expanded(folder) for option, folder in folders.items() if folder}
     named = {path.resolve(): (path, option) for option, path in paths.items()}
     return [lock(*each) for each in named.values() if not isinstance(each[0], Url)]  # a store has no locks
+
+
+def check_shared(save: str) -> None:
+    """Raise ShardcError if the lock of rank 0 is not in this folder: it is on another disk, and no save would work."""
+    folder = disk_calls.expanded(save)
+    if save and not isinstance(folder, Url) and not within(FAILING, (folder / NAME).exists):
+        fault = f"on {socket.gethostname()}, {folder.absolute()} is not the folder of rank 0"
+        raise ShardcError(fault, where="--save", fix="name a folder that all machines see, or a URL (s3://bucket/run)")

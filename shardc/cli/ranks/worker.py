@@ -62,6 +62,8 @@ def run(job: Job) -> dict[str, Any]:
     with mesh.together("taking the folders of --save and --log"):
         if mesh.rank == 0:
             save_lock.lock_all({"--log": settings.log, "--save": settings.save})
+    with mesh.together("finding the folder of --save"):
+        save_lock.check_shared(settings.save)
     weights, steps = weights_of(job, file, program), list[int]()  # the number of steps, once it is known
     trackers = needed("trackers", "runtime", "make")(settings.trackers) if settings.trackers else []
     with mesh.together("making the engine"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
 from shardc.runtime.launch import GAVE_UP
@@ -103,7 +105,7 @@ def test_a_rank_that_its_launcher_ends_is_not_taken_for_the_one_that_failed() ->
         p.start()
     for p in ranks:
         p.join(60)
-    assert [p.exitcode for p in ranks] == [0, -signal.SIGTERM, -signal.SIGKILL]
+    assert [p.exitcode for p in ranks] == [0, 128 + signal.SIGTERM, -signal.SIGKILL]
 
 
 def test_a_rank_that_has_not_come_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +154,65 @@ def test_a_process_that_nobody_started_hears_of_it(monkeypatch: pytest.MonkeyPat
         with mock.patch.dict(os.environ, {**world(3, launch.free_port(), 8), **more}), pytest.raises(dist.DistError):
             presence.world_store(timedelta(seconds=3), 0.1)
         assert re.match(f"{who} has not arrived(?s:.*)`unset RANK WORLD_SIZE", said.pop())
+
+
+def test_ranks_that_wait_end_with_the_error_of_one_that_failed_on_another_machine(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is known there of the process; without a word it would be waited for, as a machine that hangs."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(local_processes, "_machine", lambda: "")
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    failing = Watch(store, 1, 2, 0)
+    monkeypatch.setattr(presence, "_begun", [(failing, mock.Mock())])
+    monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
+    monkeypatch.setattr("os._exit", mock.Mock(side_effect=RuntimeError))  # the thread does nothing more
+    waiting = Watch(store, 0, 2, 0.4)
+    presence.failed("error lm.py: there is no model file lm.py\n  fix: name one\n")
+    waiting._thread.join(30)
+    os._exit.assert_called_once_with(GAVE_UP)  # type: ignore[attr-defined]
+    assert capfd.readouterr().err.splitlines()[-3:] == [
+        "error lm.py: there is no model file lm.py",
+        "  fix: name one",
+        "on node7: rank 1 ended with this error; this rank has ended",
+    ]
+    assert (failing.processes.on([0, 1]), Processes(None, 0, 2).on([1])) == ("on node7: ", "")
+
+
+def test_a_place_to_meet_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "UNKNOWN_HOST", 0.1)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        here = {**world(0, port, 2), "MASTER_ADDR": "localhost"}
+        for more, where, fault, fix in (
+            ({}, "MASTER_PORT", f"rank 0 cannot listen at port {port}: address already in use", "a free port"),
+            ({"MASTER_ADDR": "node.invalid"}, "MASTER_ADDR", "no host node.invalid: ", "by which all machines reach"),
+        ):
+            with mock.patch.dict(os.environ, {**here, **more}), pytest.raises(ShardcError, match=fault) as e:
+                presence.world_store(timedelta(seconds=3), 0.1)
+            assert (e.value.where, fix in e.value.fix) == (where, True)
+
+
+def waits_for_ever(port: int) -> None:
+    os.environ |= world(0, port, 2)
+    assert presence.begin(0.4) is not None
+    TorchMesh(Mesh.of({"tp": 2}))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_one_that_nobody_starts_heeds_signals(number: int) -> None:
+    """It waits in native code, where Python runs no handler; variables that another job left behind cause it."""
+    port = launch.free_port()
+    rank = warm.context().Process(target=waits_for_ever, args=(port,))
+    rank.start()
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60), wait_for_workers=False)
+    started = dist.PrefixStore("join1", dist.PrefixStore("shardc/start0", store))  # type: ignore[attr-defined]
+    started.wait(["shardc/came/0"], timedelta(seconds=60))
+    time.sleep(1.5)  # now it waits
+    os.kill(rank.pid or 0, number)
+    rank.join(10)
+    status, _ = rank.exitcode, rank.kill()
+    assert status == 128 + number

@@ -138,7 +138,8 @@ def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
     store, said = dist.HashStore(), "rank 2 (dp=1, tp=0) was killed, or ended without an error, in step 5"
     gone = RuntimeError("Connection closed by peer")
     for rank, ended in ((0, [2]), (1, [0, 2])):
-        known = mock.Mock(**{"ended.side_effect": lambda at, ended=ended: dict.fromkeys(ended, f"{KILLED} {at}")})
+        states = {"ended.side_effect": lambda at, ended=ended: dict.fromkeys(ended, f"{KILLED} {at}")}
+        known = mock.Mock(**states, **{"on.return_value": ""})
         watch = Watch(store, rank, 4, 0)
         watch.layout, watch.processes = MESH, known
         error = watch.cause(gone, "step 5")
