@@ -47,7 +47,7 @@ class EngineChecks(Checks):
     def loader(self, loader: Loader) -> None:
         if self.compares:
             self.call("making a loader", *shared_facts.loader_facts(loader.order))
-            same_samples.check(self._mesh, loader)
+        same_samples.check(self._mesh, loader)
 
     def forward(self, call: str, *, training: bool) -> None:
         if training:

@@ -23,7 +23,7 @@ from shardc.ir.program import Program
 from shardc.runtime.data.inputs import batch_dims, mapped, name_of
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.data.samples import Tensors, is_map_style
+from shardc.runtime.data.samples import Tensors, check_again, is_map_style
 from shardc.runtime.data.worker import Reader, Rest, Stream, started
 
 #: More samples than any dataset has: Grain's repeat() says so of data without end.
@@ -36,6 +36,8 @@ class Loader:
     Made by `engine.loader`; see there. Its position moves when a part is returned, however far workers have read ahead;
     the last part of an epoch moves it to the next epoch. A new iteration continues one that was interrupted.
     """
+
+    _begin: tuple[int | None, int | None] = None, None  # hashes of a stream's first samples: saved, and now
 
     def __init__(
         self,
@@ -105,9 +107,18 @@ class Loader:
             self.order.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its position and what fixes the order, JSON-able; and the dataset's `digest`, if it has one."""
-        digest = getattr(self.dataset, "digest", None)
-        return self.order.state_dict() | ({"digest": str(digest)} if digest is not None else {})
+        """Return its position and what fixes the order, JSON-able; the dataset's `digest`; how a stream begins."""
+        digest, begin = getattr(self.dataset, "digest", None), self._begin[1]
+        more = {"digest": None if digest is None else str(digest), "begin": begin}
+        return self.order.state_dict() | {name: x for name, x in more.items() if x is not None}
+
+    def begins(self, now: int | None, saved: int | None = None) -> None:
+        """Take the hash of a stream's first samples, now or in a checkpoint; note if it begins with others now."""
+        then, now = self._begin = saved or self._begin[0], now or self._begin[1]
+        if None not in (then, now) and then != now and self.consumed:
+            fault = f"{self.where}: the stream begins with other samples than in the run of the checkpoint, so"
+            fix = "shuffle with a fixed seed, or begin with --new-data"
+            self.mesh.note(f"{fault} after {self.consumed} of them some come twice, and others never: {fix}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the first sample that the saved loader had not returned; any mesh and batch size.
@@ -117,6 +128,7 @@ class Loader:
         self.check(state)
         self.order.load_state_dict(state)
         self._reading = None  # its reader has the seed
+        self.begins(None, state.get("begin"))
 
     def restart(self) -> None:
         """Begin with the first epoch."""
@@ -235,9 +247,7 @@ class Loader:
         if not hasattr(data, "__iter__"):
             fault = f"a {type(data).__name__} is not a dataset: it has neither __getitem__ and __len__, nor __iter__"
             raise ShardcError(fault, where=self.where, fix="pass a torch.utils.data.Dataset or IterableDataset")
-        if isinstance(data, Iterator):
-            fix = "pass an object whose __iter__ starts again, such as a torch.utils.data.IterableDataset"
-            raise ShardcError(f"a {type(data).__name__} can be read only once", where=self.where, fix=fix)
+        check_again(data, self.where)
         return True
 
     def _check(self, drop_last: bool, options: Mapping[str, Any]) -> None:

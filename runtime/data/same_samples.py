@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from shardc.runtime.data.inputs import leaves, name_of
 from shardc.runtime.data.loader import Loader
-from shardc.runtime.data.sample_errors import Failed
-from shardc.runtime.data.worker import Reader, Stream, started
+from shardc.runtime.data.worker import Reader, Rest, Stream, started
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import DisagreementError, Fact, fingerprint, hashed
 
@@ -34,22 +33,25 @@ FIX = (
 )
 
 DRAWN = (
-    "the first sample of the stream is another one each time that it is read. If its order is random, ranks read other"
+    "the stream begins with other samples each time that it is read. If its order is random, ranks read other"
     " orders, and samples are lost: draw it from a seed that is the same on all ranks"
 )
+#: Samples at the beginning of a stream that are compared.
+BEGIN = 16
 
 
 def check(mesh: Any, loader: Loader) -> None:
-    """Raise ShardcError, on all ranks, if samples differ between them: of a stream, the first. Collective.
+    """Raise ShardcError, on all ranks, if samples differ between them: of a stream, the first BEGIN. Collective.
 
-    Loaders agree in everything else.
+    Loaders agree in everything else. A checkpoint has the hash of a stream's: a resumed run reads the same order.
     """
     size = loader.order.size
-    if mesh.layout.world == 1:
+    if mesh.layout.world == 1 and size is not None:
         return
-    indices = sorted({0, size // 2, size - 1}) if size is not None else [0]
+    indices = sorted({0, size // 2, size - 1}) if size is not None else []
     first = _digests(loader, indices)
-    fault = f"the content of the dataset (its samples {', '.join(map(str, indices))})"
+    which = f"samples {', '.join(map(str, indices))}" if indices else f"first {BEGIN} samples"
+    fault = f"the content of the dataset (its {which})"
     try:
         agreement.check(mesh, [Fact(fault, hashed(first), where=loader.where, fix=FIX)], "reading samples")
     except DisagreementError:
@@ -58,6 +60,8 @@ def check(mesh: Any, loader: Loader) -> None:
             raise
         if size is None:
             mesh.note(f"{loader.where}: {DRAWN}")
+    else:
+        loader.begins(hashed(first) if size is None and None not in first else None)
 
 
 def is_same_data(one: Loader, other: Loader) -> bool:
@@ -71,45 +75,34 @@ def is_same_data(one: Loader, other: Loader) -> bool:
 
 
 def _digests(loader: Loader, indices: list[int]) -> list[int | None]:
-    """Return a hash of each sample; None for one that cannot be read.
+    """Return a hash of each sample; [None] if one of them cannot be read.
 
     A worker process reads them if workers read the others: the dataset may open files at its first sample, and files of
     this process would not work in a worker.
     """
-    options = loader.options | {"persistent_workers": False, "pin_memory": False, "generator": torch.Generator()}
-    options["num_workers"] = min(1, options["num_workers"])
+    options: dict[str, Any] = {"persistent_workers": False, "pin_memory": False, "generator": torch.Generator()}
+    options |= {"num_workers": min(1, loader.options["num_workers"]), "collate_fn": _same}
+    reading, seed = {**loader.options, **options}, loader.order.seed
     if loader.order.size is None:
-        stream = Stream(loader.dataset, _digest_of_one, loader.order.seed, 1, [0])
-        try:
-            first = next(started(DataLoader(stream, batch_size=None, collate_fn=_same, **options)), None)
-        except Exception:  # raised, with the sample's name, when the sample is read for training
-            first = None
-        return [None if isinstance(first, Failed) else first]
-    reader = Reader(loader.dataset, list, loader.order.seed)
-    return list(started(DataLoader(_Digests(reader, indices), batch_size=None, **options)))
+        stream = Stream(loader.dataset, _digests_of, seed, BEGIN, range(BEGIN), rest=True)
+        reader: DataLoader[Any] = DataLoader(stream, batch_size=None, **reading)
+    else:
+        keys = [[(0, i) for i in indices]]
+        reader = DataLoader(Reader(loader.dataset, _digests_of, seed), batch_sampler=keys, **reading)
+    try:
+        read: Any = next(started(reader), None)
+    except Exception:  # raised, with the sample's name, when the sample is read for training
+        read = None
+    read = read.batch if isinstance(read, Rest) else read
+    return read if isinstance(read, list) else [None]
 
 
-def _digest_of_one(samples: list[Any]) -> int:
-    return digest(samples[0])
+def _digests_of(samples: list[Any]) -> list[int | None]:
+    return [*map(digest, samples)]
 
 
 def _same(value: Any) -> Any:
     return value
-
-
-class _Digests(Dataset[Any]):
-    def __init__(self, reader: Reader, indices: list[int]) -> None:
-        self._reader, self._indices = reader, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, i: int) -> int | None:
-        try:
-            sample = self._reader[0, self._indices[i]]
-        except Exception:  # raised, with the sample's name, when the sample is read for training
-            return None
-        return None if isinstance(sample, Failed) else digest(sample)
 
 
 def digest(sample: Any) -> int:

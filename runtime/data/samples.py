@@ -67,6 +67,13 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
     return tuple(shape) if shape is not None else None
 
 
+def check_again(data: Any, where: str) -> None:
+    """Raise ShardcError for a source that can be read only once: each epoch reads it, and a look at its form."""
+    if isinstance(data, Iterator):
+        fix = "pass an object whose __iter__ starts again, such as a torch.utils.data.IterableDataset, or a list"
+        raise ShardcError(f"a {type(data).__name__} can be read only once", where=where, fix=fix)
+
+
 class Again:
     """An iterable that is made anew for each reading: data() returns an iterator, which can be read once."""
 

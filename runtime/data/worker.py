@@ -28,7 +28,7 @@ from shardc.runtime.data.sampler import Key
 from shardc.runtime.data.samples import Tensors
 from shardc.runtime.launch import SHORTER, short_sockets
 from shardc.runtime.rng import key
-from shardc.torch_private import only_worker
+from shardc.torch_private import no_worker
 
 # Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them.
 # Workers are separate processes, and may have been forked while another thread held this lock.
@@ -122,7 +122,7 @@ class Stream(IterableDataset[Any]):
 
     Every rank and every worker reads all of the stream. A worker makes batches of its own global batches, in turn, and
     of them only the samples of its rank. So order and samples do not depend on mesh and workers; a dataset that
-    divides itself over workers, as `datasets` does, is read as by a single one. batch: samples in a global batch;
+    divides itself over workers, as `datasets` does, is read as without any. batch: samples in a global batch;
     mine: their places that this rank reads; rest: it also reads samples that fill no batch. epoch, consumed: where to
     begin.
     """
@@ -153,7 +153,7 @@ class Stream(IterableDataset[Any]):
     def _parts(self) -> Iterator[Any]:
         state, worker = _State(), get_worker_info()
         turn, turns = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        with _draws((self.seed, 3, self.epoch), state), only_worker():
+        with _draws((self.seed, 3, self.epoch), state), no_worker():
             if hasattr(self.dataset, "set_epoch"):  # as torch's distributed samplers and Hugging Face's datasets do
                 self.dataset.set_epoch(self.epoch)
             stream = iter(self.dataset)
@@ -161,7 +161,7 @@ class Stream(IterableDataset[Any]):
         position = self.consumed
         for number in itertools.count():
             items: list[Any] = []
-            with _draws(state=state), only_worker():
+            with _draws(state=state), no_worker():
                 try:
                     items.extend(itertools.islice(stream, self.batch))
                 except Exception as e:

@@ -175,7 +175,8 @@ class Sliced:
     """A tensor that is read by slice.
 
     read(offset, shape): returns a box of it, on the CPU; it may be the source's own memory. computed: the tensor is in
-    memory, or computed as a whole, so that a slice costs no less. name: of a tensor that is exported.
+    memory, or computed as a whole, so that a slice costs no less. name: of a tensor that is exported. drawn():
+    whether it has random numbers, which no file has.
     """
 
     shape: Numbers
@@ -183,6 +184,7 @@ class Sliced:
     read: Callable[[Numbers, Numbers], Tensor]
     computed: bool = False
     name: str = ""
+    drawn: Callable[[], bool] = bool
 
     def tensor(self) -> Tensor:
         """Return all of it."""

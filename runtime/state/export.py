@@ -176,7 +176,8 @@ def foreign_weights(path: Path) -> Path | None:
     """Return a weight file at this path (folder or file) that shardc did not write, or None."""
     file = path
     try:
-        for file in weight_files(path) if not isinstance(path, Url) else ():  # nothing is exported to a store
+        # nothing is exported to a store; adapters beside a model would be added to it
+        for file in () if isinstance(path, Url) else (*weight_files(path), *path.glob("adapter_model.*")):
             if file.suffix != ".safetensors" or not _MARK.items() <= (open_safetensors(file).metadata() or {}).items():
                 return file
     except (ShardcError, OSError):  # an index without its files, a file that cannot be read
@@ -326,15 +327,23 @@ def _write_hf_files(model: Any, folder: Path, carried: Path | None, dtypes: Mapp
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if tied and tied.keys() <= dtypes.keys():  # the model has them apart
         config.tie_word_embeddings = False
-    config.save_pretrained(folder)
+    _write_config(config, folder / "config.json")
     if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+        _write_config(model.generation_config, folder / "generation_config.json")
     if carried is not None and carried.is_dir() and carried.resolve() != folder.resolve():
         for file in sorted(carried.iterdir()):
             if file.is_file() and CARRIED.fullmatch(file.name):
                 shutil.copyfile(file, folder / file.name)
         if (templates := carried / "additional_chat_templates").is_dir():
             shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
+
+
+def _write_config(config: Any, file: Path) -> None:
+    """Write a config of transformers, also one of values that it reads and refuses to write, after the whole run."""
+    try:
+        config.save_pretrained(file.parent)
+    except ValueError:
+        config.to_json_file(file, use_diff=True)
 
 
 def _loaded_as(model: Any, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
@@ -370,7 +379,7 @@ def write(
     parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(files))]
     metadata = {**layout.metadata, **_MARK}
     headers = [header([(x.name, x.dtype, x.ref.shape) for x in group], metadata) for group in files.values()]
-    problem: OSError | None = None
+    problem: Exception | None = None
 
     def tried(work: Callable[..., None], *args: Any) -> None:
         """Run it, unless an earlier write failed. Then only gathers go on, since all ranks take part in them."""
@@ -378,7 +387,7 @@ def write(
         if problem is None:
             try:
                 work(*args)
-            except OSError as e:
+            except Exception as e:  # any, of a library's config too: other ranks wait
                 problem = e
 
     if mesh.rank == 0:
@@ -463,14 +472,18 @@ def _rename_files(layout: Layout, files: Mapping[Path, Sequence[Output]], parts:
         metadata = {"total_size": sum(x.nbytes for x in layout.outputs)}
         index_file.write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
         new.add(index_file)
+    # with a whole model no adapters stay: transformers would add them to its weights
+    stems = ("model", "adapter_model", "adapter_config") if layout.stem == "model" else (layout.stem,)
     for file in layout.folder.iterdir():
-        if WEIGHTS.fullmatch(file.name) and file.name.startswith(layout.stem) and file not in new:
+        old = WEIGHTS.fullmatch(file.name) or file.name == "adapter_config.json"
+        if old and file.name.startswith(stems) and file not in new:
             file.unlink()
 
 
-def _agree(mesh: Any, problem: OSError | None, folder: Path) -> None:
+def _agree(mesh: Any, problem: Exception | None, folder: Path) -> None:
     """Raise on all ranks if one of them could not write, with its message."""
-    ranks, words = agreement.failures(mesh, None if problem is None else problem.strerror or str(problem))
+    words_of = getattr(problem, "strerror", None) or str(problem)
+    ranks, words = agreement.failures(mesh, None if problem is None else words_of)
     if ranks:
         if mesh.rank == 0 and folder.is_dir():
             for part in folder.glob(".*.writing"):

@@ -48,7 +48,8 @@ class Recipe:
         for name, ref in self.names.items():
             if ref not in one:
                 read = functools.partial(self._computed, name, seed)
-                one[ref] = self.tape.source(ref) or Sliced(ref.shape, ref.dtype, read, True)
+                drawn = functools.partial(self.tape.is_drawn, ref.storage)
+                one[ref] = self.tape.source(ref) or Sliced(ref.shape, ref.dtype, read, True, drawn=drawn)
         return {name: one[ref] for name, ref in self.names.items()}
 
     def _computed(self, fqn: str, seed: int, *box: Numbers) -> Tensor:

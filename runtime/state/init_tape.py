@@ -149,6 +149,10 @@ class Tape:
             todo += [(s, position) for s in {*entry.reads, *entry.writes} if s != entry.overwrites]
         return sorted(needed)
 
+    def is_drawn(self, storage: int) -> bool:
+        """Return whether there are random numbers in a storage."""
+        return any(self.entries[i].random >= 0 for i in self.closure([storage]))
+
     def last_writer(self, storage: int, before: int | None) -> int | None:
         """Return the position of the last entry (before this position) that makes or changes a storage."""
         positions = self.writers.get(storage, [])

@@ -35,6 +35,7 @@ from shardc.layer_names import of_every_layer
 from shardc.runtime.state.boxes import in_memory
 from shardc.runtime.state.fitting import check_tensors
 from shardc.runtime.state.init_tape import RECORDING, Recorder
+from shardc.runtime.state.torch_format import WRAPPER, WRAPPERS
 from shardc.runtime.state.weight_files import WeightFiles, of_files
 from shardc.runtime.storage.urls import Url
 from shardc.torch_modes import untraced
@@ -47,8 +48,8 @@ SHOWN = 4
 FEW = 8
 #: The name of a tensor of an adapter: the module that it is beside, and what it is.
 ADAPTER = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(A|B|embedding_[AB]|magnitude_vector)(?:\..+)?")
-#: What peft adds to names: the adapted layer, trained copies, the adapter's name.
-_PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+#: What peft and wrappers add to names: the adapted layer, trained copies, the adapter's name; the wrapped module.
+_PEFT = re.compile(rf"\.(?:base_layer|original_module|modules_to_save\.[^.]+|{WRAPPERS})(?=\.)")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -78,7 +79,7 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> tuple[dic
     """
     want = named_state(model)
     on_tape = {x: recorder.stored(x) for x in dict.fromkeys(files.tensors.values())}
-    saved = {name: on_tape[x] for name, x in files.tensors.items()}
+    saved = {WRAPPER.sub("", name): on_tape[x] for name, x in files.tensors.items()}
     mapped: dict[str, Any] = {}
     extra: list[str] = []
     library = pretrained_modules(model)

@@ -42,8 +42,9 @@ _STATE = re.compile(r"(?:[\w.]*\.)??optim\w*\.state\.(.+)\.([^.]+)")
 _GROUPS = re.compile(r"(?:[\w.]*\.)??optim\w*\.param_groups(?:\.(.+)\.([^.]+))?")
 _STEP = re.compile(r"(?:[\w.]*\.)??(?:train_state\.)?(?:global_)?step")
 _OTHER = re.compile(r"(optim|(lr_)?scheduler|train_state|data_?loader|rng|extra|loops|callbacks)\w*(\.|$)")
-#: What wrappers of modules add to names.
-_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+#: What wrappers of modules add to names: torch.compile, recomputation, FSDP.
+WRAPPERS = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module"
+WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{WRAPPERS})\.")
 #: Optimizers whose state shardc continues, and its names.
 _OPTIMIZERS = {"AdamW": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "SGD": {"momentum_buffer"}}
 
@@ -141,7 +142,7 @@ def _index(folder: _Folder) -> Index:
 
 
 def _plain(name: str) -> str:
-    return _WRAPPER.sub("", name)
+    return WRAPPER.sub("", name)
 
 
 def _model_names(folder: _Folder) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class WeightFiles:
 
 _SAFE, _TORCH = ("model", "adapter_model"), ("pytorch_model", "adapter_model", "model")
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
+_SEEMS = re.compile(r"\.(safetensors|bin|pth?|ckpt|gguf|msgpack|h5|onnx|incomplete)(\.|$)")
 
 
 def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFiles:
@@ -65,13 +67,24 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
         return _of_checkpoint(path, checkpoints[0].path)
     files = weight_files(path)
     if not files:
-        fix = "name a .safetensors or .bin file, a folder that has some (with their index), or a checkpoint"
-        raise ShardcError("there are no weights at this path", where=str(path), fix=fix)
+        raise no_weights(path)
     opened = of_files(path, files)
     if not opened.tensors:
         fix = "save them again: a rank that held none of them wrote this (DeepSpeed ZeRO 3, FSDP)"
         raise ShardcError("there are no tensors in the weights", where=str(path), fix=fix)
     return opened
+
+
+def no_weights(path: Path, more: str = "") -> ShardcError:
+    """Build the error for a path without weights that are read; it names what seems to be some. more: to do."""
+    fault, fix = (
+        "there are no weights at this path",
+        "name a .safetensors or .bin file, or a folder with some",
+    )
+    if names := unread(path):
+        fault += f"; of these, the name or format is not read, or a part is absent: {', '.join(names[:3])}"
+        fix = f"download or copy .safetensors files and their index again; {more or fix}"
+    return ShardcError(fault, where=str(path), fix=fix)
 
 
 def _check_flat(state_dict: Mapping[str, Any]) -> None:
@@ -98,6 +111,11 @@ def has_weights(path: str | Path) -> bool:
     """Return whether there is anything at this path that `open_weights` would read."""
     path = disk_calls.expanded(path)
     return bool(checkpoints_in(path) or weight_files(path))
+
+
+def unread(path: Path) -> list[str]:
+    """Return the names in a folder of what seems to be weights, of other names, formats or libraries, or absent."""
+    return sorted(x.name for x in path.iterdir() if _SEEMS.search(x.name)) if path.is_dir() else []
 
 
 def weight_files(path: Path) -> list[Path]:

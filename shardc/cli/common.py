@@ -39,6 +39,8 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 #: Prints a text, or, with --json, a document. Either may be a function that returns it.
 Show = Callable[..., None]
+#: The spec of an hf: model, and of `inspect --before`, when the user names none.
+ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
 #: Seconds between lines of progress if there is no bar.
 EVERY = 5.0
 
@@ -215,7 +217,8 @@ def program_of(
     The running pass is shown on stderr unless --json. spec: used if the user names none. as_compiled: accept a compiled
     folder although the model file's forward or loss has changed since, with a note; without it, raise ShardcError.
     """
-    source, spec = named.model, named.spec or spec
+    source = named.model
+    spec = named.spec or spec or (ONE_DEVICE if source.startswith("hf:") else None)
     if named.forward and named.score:
         fault, fix = "a program returns either values or scores", "remove one of the two"
         raise ShardcError(fault, where="--forward, --score", fix=fix)
@@ -230,7 +233,7 @@ def program_of(
         program = _loaded(source, trust=named.trust, model=named.model_file)
         _check_source(source, program, named.model_file, refuse=not as_compiled)
         return program
-    if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
+    if spec is None and not Path(source.partition(":")[0]).exists():
         fix = "make one with `shardc compile model.py spec.yaml -o DIR`"
         raise ShardcError("this file or compiled DIR does not exist", where=source, fix=fix)
     if spec is None:

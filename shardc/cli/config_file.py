@@ -53,6 +53,8 @@ def path_of(name: str, ref: str) -> Path:
         if (path / "config.json").is_file():
             return path / "config.json"
         fix = "name a transformers config.json, or a folder that has one"
+        if (path / "adapter_config.json").is_file():
+            fix = f"these are adapters: name hf: and their base, --weights {name}, and `adapters` in the spec"
         raise ShardcError(f"there is no config.json in the folder {name}", where=ref, fix=fix)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or path.suffix in (".json", ".yaml", ".py"):
         raise ShardcError(f"there is no file {name}", where=ref, fix="name a transformers config.json")

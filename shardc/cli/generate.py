@@ -70,13 +70,7 @@ class Words:
             fix = "save one there (tokenizer.save_pretrained), or pass token ids: --ids 1,15,7"
             if self.folder is None or not any(self.folder.glob("*token*")):
                 raise ShardcError(f"there is no tokenizer in {self.folder or self.model}", where=option, fix=fix)
-            from transformers import AutoTokenizer
-
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-            except Exception as e:  # any exception: each tokenizer reads its files with its own code
-                fault = f"transformers cannot read the tokenizer in {self.folder}: {type(e).__name__}: {e}"
-                raise ShardcError(fault, where=option, fix=fix) from e
+            self._tokenizer = needed("text", "rows", "loaded")(self.folder)
         return self._tokenizer
 
     def prompts(self, texts: list[str], ids: list[str]) -> list[list[int]]:

@@ -7,7 +7,7 @@ import json
 import pickle
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from shardc.cli import common
 from shardc.cli.options import FullOption, Named, names_program, option
@@ -15,9 +15,6 @@ from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
     from shardc.cost import Cost
-
-#: The spec of `--before` when the user names none.
-ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
 
 
 @names_program()
@@ -73,7 +70,7 @@ def command(
         from shardc.report.trace import trace as of_step
 
         one_device = before and named.spec is None and not common.is_artifact(named.model)
-        spec, dump = ONE_DEVICE if one_device else None, Path(folder) if diff else None
+        spec, dump = common.ONE_DEVICE if one_device else None, Path(folder) if diff else None
         program = common.program_of(named, spec, dump=dump, as_compiled=True)
         if stage is not None and not 0 <= stage < len(program.stages):
             last = len(program.stages) - 1

@@ -37,7 +37,7 @@ from shardc.optional import install, needed
 from shardc.runtime.data.samples import is_map_style
 from shardc.runtime.launch import short_sockets
 from shardc.runtime.state.pretrained import lazily
-from shardc.runtime.state.weight_files import has_weights
+from shardc.runtime.state.weight_files import has_weights, no_weights, unread
 from shardc.runtime.storage import disk_calls
 
 #: Arguments of data() for the number of this rank's part, and the number of parts.
@@ -414,6 +414,8 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     ids = torch.randint(0, words, (batch, seq), generator=torch.Generator().manual_seed(0))
     full = f"hf:{cls + ':' if cls else ''}{(folder or path).absolute()}"
     weights = folder if folder is not None and has_weights(folder) else None
+    if folder is not None and weights is None and unread(folder):
+        raise no_weights(folder, f"hf:{folder / 'config.json'} begins with random weights")
     note = "weights: random, because there is only a config"
     if folder is None and has_weights(path.parent):
         note = f"weights: random; those beside the config are not read (hf:{path.parent} reads them)"

@@ -64,7 +64,7 @@ from shardc.torch_private.processes import (
     default_store,
     flight_record,
     let_workers_end,
-    only_worker,
+    no_worker,
     process_groups,
 )
 from shardc.torch_private.replacements import (
@@ -140,8 +140,8 @@ __all__ = [
     "multiplies_float8_on_cpu",
     "no_compiler",
     "no_modes",
+    "no_worker",
     "norms",
-    "only_worker",
     "overload_of",
     "plain_checkpoints",
     "plain_indexing",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 from torch._C import _distributed_c10d as _c10d  # the flight recorder, which has no public name
 from torch.distributed.distributed_c10d import (
@@ -59,13 +59,9 @@ def let_workers_end() -> None:
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
-@contextmanager
-def only_worker() -> Iterator[None]:
-    """Show a DataLoader's worker to the user's code as its only one, so that a dataset does not divide itself."""
-    info = _worker._worker_info
-    if info is not None and info.num_workers > 1:
-        _worker._worker_info = _worker.WorkerInfo(id=0, num_workers=1, seed=info.seed, dataset=info.dataset)
-    try:
-        yield
-    finally:
-        _worker._worker_info = info
+def no_worker() -> AbstractContextManager[Any]:
+    """Hide from the user's code that this is a DataLoader's worker, so that a stream does not divide itself.
+
+    Shown as the only worker, `datasets` would still shuffle in another order than without workers.
+    """
+    return mock.patch.object(_worker, "_worker_info", None)

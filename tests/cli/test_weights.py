@@ -160,4 +160,4 @@ def test_weights_that_are_not_there(folder: Path) -> None:
     args = ["run", str(folder / "model.py"), str(folder / "spec.yaml"), "--weights", str(folder / "empty")]
     found = CliRunner().invoke(app, args)
     assert found.exit_code == 2
-    assert "--weights: there are no weights in" in found.stderr.replace("\n", " ")
+    assert "there are no weights at this path" in found.stderr.replace("\n", " ")

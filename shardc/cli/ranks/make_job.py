@@ -248,10 +248,9 @@ def _weights(weights: Path | None) -> str:
     """Return the path of --weights, "" if not set. Raises ShardcError if it has no weights."""
     if weights is None:
         return ""
-    from shardc.runtime.state.weight_files import has_weights
+    from shardc.runtime.state.weight_files import has_weights, no_weights
     from shardc.runtime.storage import disk_calls
 
     if not has_weights(path := disk_calls.expanded(weights)):
-        fix = "name a .safetensors or .bin file, a folder that has some (with their index), or what --save wrote"
-        raise ShardcError(f"there are no weights in {path}", where="--weights", fix=fix)
+        raise no_weights(path)
     return str(path.resolve())

@@ -77,6 +77,12 @@ class Batches:
             self.epoch += 1
 
     @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers that the data were made with, if they have it; it is saved with the weights."""
+        made_with = getattr(getattr(self._source, "dataset", None), "tokenizer", None)
+        return made_with if hasattr(made_with, "save_pretrained") else None
+
+    @property
     def length(self) -> int | None:
         """The number of batches in an epoch; None if the data does not say."""
         try:

@@ -128,6 +128,8 @@ def run(job: Job) -> dict[str, Any]:
                 training.save()
                 if not isinstance(training.folder, Url):  # `shardc run` has checked that they replace nobody's weights
                     engine.export(settings.save, overwrite=True)
+                    if first and Path(settings.save).is_dir() and (words := train.tokenizer) is not None:
+                        words.save_pretrained(settings.save)
             held_out = held_out or training.last_held_out()
     except BaseException as e:
         training.failing = True

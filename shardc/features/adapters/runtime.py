@@ -31,7 +31,7 @@ from shardc.layer_names import of_every_layer
 from shardc.runtime.state.boxes import Numbers, Sliced, index
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
-from shardc.runtime.state.pretrained import ADAPTER
+from shardc.runtime.state.pretrained import ADAPTER, folded
 from shardc.runtime.state.sources import Weights, from_files, weights_for
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
@@ -96,6 +96,11 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
     for more in rest[1:]:  # modules that were trained with the adapters: all other weights stay
         weights = replace(from_files(more, weights, seed), notes=weights.notes)
         notes.append(f"{len(more.tensors)} more tensors of {more.path}")
+    frozen = (p.fqn for p in program.params if p.fqn in weights.tensors and not p.requires_grad)
+    drawn = {n: weights.tensors[n].drawn() for n in frozen}
+    if (lost := [n for n, random in drawn.items() if random]) and len(lost) < len(drawn):
+        fix = f"train them, such as freeze: ['*', '!{lost[0].rpartition('.')[0]}']"
+        notes.append(f"drawn and frozen: {folded(lost)}. Neither files nor saved adapters have these numbers: {fix}")
     begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.tensors}
     if begun and not tensors:
         notes.append("adapters: with their initial values")

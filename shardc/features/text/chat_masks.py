@@ -8,13 +8,16 @@ special token behind it. What fits neither way is refused: a mask that is a litt
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import compress
 from typing import Any, cast
 
 from shardc.errors import ShardcError
-from shardc.features.text.records import conversation
+from shardc.features.text.records import conversation, is_learned, with_arguments
 from shardc.optional import install
 
 Tokens = tuple[list[int], list[bool]]  # ids, and which of them are learned
@@ -38,10 +41,24 @@ class ChatTokens:
 
     def __call__(self, record: Any, where: str) -> Tokens:
         messages, tools = conversation(record, where)
-        text, spans = self._rendered(messages, tools, where)
+        objects = list[Any]()
+        with_arguments(messages, objects.append)
+        try:
+            text, spans = self._rendered(messages, tools, where)
+            joins = any(isinstance(x, dict) and x and str(x) in text for x in objects)  # as Python writes it
+        except ShardcError:
+            if not (joins := bool(objects)):
+                raise
+        if joins:  # the template joins them to a text
+            messages = with_arguments(messages, partial(json.dumps, ensure_ascii=False))
+            text, spans = self._rendered(messages, tools, where)
+        own = [is_learned(m, f"{where}, message {i}") for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not all(own) and len(spans) != len(own):
+            fault = f"the template marks {len(spans)} texts, and {len(own)} answers have weights"
+            raise ShardcError(fault, where=where, fix="mark each answer once in tokenizer.chat_template")
         # the template writes the special tokens: a tokenizer that adds its own would begin twice
         made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        learned, spans = [], [*spans]
+        learned, spans = [], [*spans] if all(own) else [*compress(spans, own)]
         for begin, end in made["offset_mapping"]:  # both are in order
             while spans and begin >= spans[0][1]:
                 spans.pop(0)

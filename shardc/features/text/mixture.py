@@ -12,7 +12,7 @@ import xxhash
 from torch.utils.data import Dataset, IterableDataset
 
 from shardc.errors import ShardcError
-from shardc.runtime.data.samples import is_map_style
+from shardc.runtime.data.samples import check_again, is_map_style
 from shardc.runtime.rng import key
 
 WHERE = "shardc.text.mix"
@@ -29,6 +29,8 @@ def mix(
     """
     if not datasets:
         raise ShardcError("there is nothing to mix", where=WHERE, fix="give datasets by their names")
+    for data in datasets.values():
+        check_again(data, WHERE)
     mapped = all(map(is_map_style, datasets.values()))
     if weights is None and not mapped:
         raise ShardcError("a stream has no size", where=WHERE, fix="give weights={name: number, ...}")
@@ -41,7 +43,7 @@ def mix(
 
 
 class _Mixed:
-    """Datasets and their shares. summary: for the header of a run; digest: of the datasets, shares and seed."""
+    """Datasets and their shares. summary: for a run's header; digest: of the datasets, shares and seed; tokenizer."""
 
     epoch = 0
 
@@ -50,6 +52,8 @@ class _Mixed:
         sizes = {n: f"{len(x):,} samples" if is_map_style(x) else "a stream" for n, x in datasets.items()}
         parts = (f"{n} {shares[n]:.0%} ({getattr(x, 'summary', sizes[n])})" for n, x in datasets.items())
         self.summary = f"a mix: {'; '.join(parts)}"
+        words = (getattr(x, "tokenizer", None) for x in datasets.values())
+        self.tokenizer = next((x for x in words if x is not None), None)
         facts = [(n, shares[n], getattr(x, "digest", sizes[n])) for n, x in datasets.items()]
         self.digest = xxhash.xxh3_128(repr((facts, seed)).encode()).hexdigest()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardc.errors import ShardcError
 from shardc.ir.similar_names import nearest
+from shardc.runtime.data.samples import check_again
 
 #: Names of roles in public datasets, and what chat templates call them.
 ROLES = {
@@ -53,25 +54,19 @@ def read(source: str | Path) -> Records:
     return every
 
 
-def records(source: Any) -> Iterable[Any]:
-    """Return the records of a path, or of an iterable or dataset."""
-    if isinstance(source, (str, Path)):
-        return read(source)
-    if isinstance(source, Mapping) or not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
+def placed(source: Any, kind: str) -> Iterator[tuple[Any, str]]:
+    """Yield each record of a path, an iterable or a dataset, and its place: FILE:LINE, or its kind and number."""
+    if isinstance(source, Mapping) or not any(hasattr(source, x) for x in ("__iter__", "__getitem__", "__fspath__")):
         fix = "give a .jsonl file, a list of records, or a dataset; of a DatasetDict, one of its splits"
         raise ShardcError(f"a {type(source).__name__} is not a source of records", where="data", fix=fix)
-    return source if hasattr(source, "__iter__") else (source[i] for i in range(len(source)))
-
-
-def placed(source: Any, kind: str) -> Iterator[tuple[Any, str]]:
-    """Yield each record and its place: FILE:LINE, or its kind and number."""
-    every = records(source)
-    for number, record in enumerate(every):
+    every = read(source) if isinstance(source, (str, Path)) else source
+    for number, record in enumerate(every if hasattr(every, "__iter__") else map(every.__getitem__, range(len(every)))):
         yield record, every.places[number] if isinstance(every, Records) else f"{kind} {number}"
 
 
 def is_stream(source: Any) -> bool:
     """Return whether a source has no length: it is read again for each epoch, and not kept."""
+    check_again(source, "data")
     return not isinstance(source, (str, Path)) and not hasattr(source, "__len__")
 
 
@@ -89,12 +84,28 @@ def conversation(record: Any, where: str) -> tuple[list[dict[str, Any]], Any]:
     if not chat or not isinstance(chat, list):
         has = ", ".join(map(str, given)) or type(record).__name__
         raise ShardcError(f"this is no conversation: it has {has}", where=where, fix=f"give {FORMS}")
-    tools = given.get("tools")
-    try:
-        tools = json.loads(tools) if tools and isinstance(tools, str) else tools
-    except ValueError as e:
-        raise ShardcError(f"tools are not JSON: {e}", where=where, fix="write a list of tools") from None
+    tools = _parsed(given.get("tools") or None, "tools", where, "write a list of tools")
     return [_message(x, f"{where}, message {i}") for i, x in enumerate(chat)], tools or None
+
+
+def with_arguments(messages: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return messages with the arguments of their tool calls changed."""
+
+    def call(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        inside = {"function": call} if "function" in given else {"arguments": change}
+        return {k: inside[k](x) if k in inside else x for k, x in given.items()}
+
+    return [{k: [*map(call, x)] if k == "tool_calls" and x else x for k, x in m.items()} for m in messages]
+
+
+def _parsed(value: Any, name: str, where: str, fix: str) -> Any:
+    """Return a value that may be given as the text of its JSON, as APIs do."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as e:
+        raise ShardcError(f"{name} are not JSON: {e}", where=where, fix=fix) from None
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -110,7 +121,18 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             fix = "leave such messages out, or write data() with the model's own processor"
             raise ShardcError(f"a part of a message is no text, but {kind!r}", where=where, fix=fix)
         content = "".join(x if isinstance(x, str) else x["text"] for x in content)
-    return {"role": ROLES[role], "content": content, **given}
+    made = {"role": ROLES[role], "content": content, **given}
+    name, fix = "the arguments of a tool call", "write an object, or its JSON text"
+    return with_arguments([made], lambda x: _parsed(x, name, where, fix))[0]
+
+
+def is_learned(message: Mapping[str, Any], where: str) -> bool:
+    """Return whether an answer is learned: `weight: 0`, or `train: false`, says that it is not."""
+    said = [message[name] for name in ("weight", "train") if name in message]
+    if wrong := [x for x in said if x not in (0, 1)]:
+        fix = "write 1 or true for an answer that is learned, 0 or false for one that is not"
+        raise ShardcError(f"an answer has the weight {wrong[0]!r}", where=where, fix=fix)
+    return all(said)
 
 
 def _without_none(value: Any) -> Any:

@@ -49,7 +49,7 @@ def chats(
     tokenizer = loaded(tokenizer)
     form = Form("conversation", seq, long, window if pack else 1, positions, pad_of(tokenizer))
     read_by = partial(_conversations, source, ChatTokens(tokenizer), form)
-    return _rows(form, source, read_by, (tokenizer.chat_template, len(tokenizer)))
+    return _rows(form, source, read_by, (tokenizer.chat_template, len(tokenizer)), tokenizer)
 
 
 def documents(
@@ -69,7 +69,7 @@ def documents(
     """
     tokenizer = loaded(tokenizer)
     form = Form("document", seq, "in pieces", window if pack else 1, positions, pad_of(tokenizer))
-    return _rows(form, source, partial(_pieces, source, tokenizer, form, column), (column, len(tokenizer)))
+    return _rows(form, source, partial(_pieces, source, tokenizer, form, column), (column, len(tokenizer)), tokenizer)
 
 
 def longest(config: Path) -> int:
@@ -154,19 +154,20 @@ def _pieces(source: Any, tokenizer: Any, form: Form, column: str, counts: Counte
                 yield piece, [True] * len(piece)
 
 
-def _rows(form: Form, source: Any, documents: Documents, settings: Any) -> Rows | RowStream:
-    return RowStream(form, source, documents, settings) if is_stream(source) else Rows(form, documents)
+def _rows(form: Form, source: Any, documents: Documents, settings: Any, tokenizer: Any) -> Rows | RowStream:
+    stream = is_stream(source)
+    return RowStream(form, source, documents, settings, tokenizer) if stream else Rows(form, documents, tokenizer)
 
 
 class Rows(Dataset[dict[str, Tensor]]):
     """Rows of tokens, made when it is created. summary: what was read, left out and packed; counts: in numbers.
 
-    digest: of all tokens and labels; a resumed run compares it with its checkpoint's.
+    digest: of all tokens and labels; a resumed run compares it with its checkpoint's. tokenizer: a run saves it.
     """
 
-    def __init__(self, form: Form, documents: Documents) -> None:
+    def __init__(self, form: Form, documents: Documents, tokenizer: Any) -> None:
         self.counts: Counter[str] = Counter()
-        self._form, ids, learned, lengths, rows = form, [], [], [], [0]
+        self.tokenizer, self._form, ids, learned, lengths, rows = tokenizer, form, [], [], [], [0]
         for row in form.packed(documents(self.counts)):
             for tokens, mask in row:
                 ids.append(np.asarray(tokens, np.int32))
@@ -201,8 +202,9 @@ class Rows(Dataset[dict[str, Tensor]]):
 class RowStream(IterableDataset[dict[str, Tensor]]):
     """The same of a source without a length. counts: of the last reading; digest: of the settings."""
 
-    def __init__(self, form: Form, source: Any, documents: Documents, settings: Any) -> None:
+    def __init__(self, form: Form, source: Any, documents: Documents, settings: Any, tokenizer: Any) -> None:
         self._form, self._source, self._documents, self.counts = form, source, documents, Counter[str]()
+        self.tokenizer = tokenizer
         self.digest = xxhash.xxh3_128(repr((form, settings)).encode()).hexdigest()
         self.summary = f"a stream of {form.kind}s, in rows of {form.seq}"
 

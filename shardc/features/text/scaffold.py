@@ -79,11 +79,8 @@ def written(config: Path, into: Path, data: str | None, batch: int, seq: int | N
         kind = "chats"
     name, line = _DATA[kind]
     seq = seq or longest(config)
-    place, alone = (
-        json.dumps(str(Path(data).resolve())) if data else f'Path(__file__).parent / "{name}"',
-        ", positions=False",
-    )
-    alone = "" if positions else alone
+    place = json.dumps(str(Path(data).resolve())) if data else f'Path(__file__).parent / "{name}"'
+    alone = "" if positions else ", positions=False"
     model = _filled(
         _MODEL.replace("from pathlib import Path\n\n", "" if data else "from pathlib import Path\n\n"),
         NAME=base.name,
