@@ -72,7 +72,7 @@ class Annotate(Pass):
             layouts |= input_layouts(spec, program, mesh, axes)
             notes += [f"{d.where}: {d.what}: {d.fix}" for d in disagreements(spec, program).values()]
         with errors.collect():
-            pin_activations(spec, program, mesh)
+            pin_activations(spec, program, mesh, digits.of)
         pin_parts(spec, program, digits, errors)
         outputs = wanted_outputs(spec, program.outputs, mesh, errors, notes, all_named=self.options.forward is True)
         if isinstance(self.options.forward, OtherForward):
@@ -151,7 +151,7 @@ def _plan_of(running: Program, spec: Spec, digits: Digits, named: set[str]) -> P
 
     The current graph, with one token or fewer rows, might suggest another plan.
     """
-    axis, nodes, own = spec.shard_axis, placeholders(running.graph), {n.name: n for n in digits.of_param}
+    axis, nodes, own = spec.shard_axis, placeholders(running.graph), {n.name: n for n in digits.of_node}
     splits: dict[str, tuple[Shard, str]] = {}
     for p in running.params:
         parts = digits.of(own.get(p.name, nodes[p.name]), axis)

@@ -35,8 +35,13 @@ class Pin:
     users: set[fx.Node] | None
 
 
-def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
-    """Add the pins to the program's graph. Raises ShardcError for all invalid entries before it adds any."""
+def pin_activations(
+    spec: Spec, program: Program, mesh: Mesh, of_axis: Callable[[fx.Node, str], tuple[str, ...]]
+) -> None:
+    """Add the pins to the program's graph. Raises ShardcError for all invalid entries before it adds any.
+
+    of_axis: the digits that an axis of the spec means for an op.
+    """
     errors = Errors()
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     batch = {x.name for x in program.inputs}
@@ -57,7 +62,7 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
             )
         for module, (node, inside) in ends:
             shape = value_of(node).shape
-            layout = layout_of(rule.dims, mesh)
+            layout = layout_of(rule.dims, mesh, partial(of_axis, node if rule.at == "output" else next(iter(inside))))
             if spec.uneven == "pad":
                 layout = padded(layout, shape, mesh)
             if not check_fits(layout, shape, mesh, f"{rule.at} of {module}", where, errors):
@@ -85,14 +90,15 @@ def _modules(spec: Spec, program: Program, nodes: list[fx.Node], errors: Errors)
     return select_modules(selectors, sorted(names), program.module_aliases, errors)
 
 
-def insert_pin(graph: fx.Graph, node: fx.Node, pin: Pin, mesh: Mesh) -> None:
-    """Add a pin after a value; its users read the pin."""
+def insert_pin(graph: fx.Graph, node: fx.Node, pin: Pin, mesh: Mesh) -> fx.Node:
+    """Add a pin after a value, and return it; its users read the pin."""
     with graph.inserting_after(node):
         new = graph.call_function(torch.ops.aten.alias.default, (node,))
     for user in [u for u in node.users if u is not new and (pin.users is None or u in pin.users)]:
         user.replace_input_with(node, new)
     cause = dict.fromkeys(mesh.names, pin.cause)
     new.meta = {"value": value_of(node), "source": source_of(node), "pin": pin.layout, "cause": cause}
+    return new
 
 
 def _boundary(

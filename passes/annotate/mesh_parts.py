@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.graph import operands_of, placeholders
+from shardc.ir.graph import operands_of, placeholders, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Placement, Shard
 from shardc.ir.program import Program
@@ -53,17 +53,17 @@ class Digits:
     """A mesh in the digits that all parts share.
 
     axes: of each part, an axis -> its digits, outermost first. rows: of each part, the digits that split its rows in
-    addition to those of the batch. of_param: the part of each parameter (placeholder) that a part uses first.
+    addition to those of the batch. of_node: the part of each op, and of each parameter by its first user.
     """
 
     mesh: Mesh
     axes: Mapping[MeshPart, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     rows: Mapping[MeshPart, tuple[str, ...]] = field(default_factory=dict)
-    of_param: Mapping[fx.Node, MeshPart] = field(default_factory=dict)
+    of_node: Mapping[fx.Node, MeshPart] = field(default_factory=dict)
 
-    def of(self, param: fx.Node, axis: str) -> tuple[str, ...]:
-        """Return the digits that an axis of the spec means for a parameter."""
-        part = self.of_param.get(param)
+    def of(self, node: fx.Node, axis: str) -> tuple[str, ...]:
+        """Return the digits that an axis of the spec means for a parameter or an op."""
+        part = self.of_node.get(node)
         return self.mesh.digits(axis) if part is None else self.axes[part].get(axis, ())
 
     def sizes(self, axis: str) -> set[int]:
@@ -87,7 +87,7 @@ def find_digits(
     mesh, parts = spec.mesh, list(parts)
     names = [a for a in mesh.names if a != MICROBATCH]
     pieces = _pieces(mesh, parts, names)
-    of_param = _params_of(program, parts)
+    of_node = _parts_of(program, parts)
     heads = kv_heads.shared(program.graph)
     cuts: dict[str, dict[int, str]] = {a: {} for a in mesh.names}  # products of sizes -> the place in the spec
     for part, by_axis in pieces.items():
@@ -102,7 +102,7 @@ def find_digits(
         of_main: Piece = (axis, 1, mesh.size(axis))
         for one in (None, *parts):
             of_axis = [of_main] if one is None else pieces[one].get(axis, [])
-            shared = [h for node, h in heads.items() if of_param.get(node) is one]
+            shared = [h for node, h in heads.items() if of_node.get(node) is one]
             for at in kv_heads.cuts(math.prod(inner // outer for _, outer, inner in of_axis), shared):
                 for cut_axis, ranks in _cut(of_axis, at):
                     cuts[cut_axis].setdefault(ranks, one.where if one else spec.where(("mesh", axis)))
@@ -128,7 +128,7 @@ def find_digits(
             errors.add(fault, where=part.where, fix=fix)
         rows[part] = tuple(d for d in mesh.names if d in split and d not in of_batch)
     errors.raise_any()
-    return Digits(mesh, axes, rows, of_param)
+    return Digits(mesh, axes, rows, of_node)
 
 
 def _pieces(mesh: Mesh, parts: list[MeshPart], names: list[str]) -> dict[MeshPart, dict[str, list[Piece]]]:
@@ -196,13 +196,15 @@ def _digits(mesh: Mesh, pieces: Iterable[Piece]) -> tuple[str, ...]:
     return tuple(digits)
 
 
-def _params_of(program: Program, parts: Iterable[MeshPart]) -> dict[fx.Node, MeshPart]:
-    """Return the part of each parameter whose first user is in one."""
+def _parts_of(program: Program, parts: Iterable[MeshPart]) -> dict[fx.Node, MeshPart]:
+    """Return the part of each op in one, and of each parameter whose first user is in one."""
     nodes = placeholders(program.graph)
     position = {n: i for i, n in enumerate(program.graph.nodes)}
     of_node = {n: part for part in parts for n in part.nodes}
     first = {p.name: min(nodes[p.name].users, key=position.__getitem__, default=None) for p in program.params}
-    return {nodes[name]: of_node[user] for name, user in first.items() if user is not None and user in of_node}
+    return of_node | {
+        nodes[name]: of_node[user] for name, user in first.items() if user is not None and user in of_node
+    }
 
 
 def pin_parts(spec: Spec, program: Program, digits: Digits, errors: Errors) -> None:
@@ -212,7 +214,7 @@ def pin_parts(spec: Spec, program: Program, digits: Digits, errors: Errors) -> N
     """
     dims = {x.name: batch_dim(spec, program, x) for x in program.inputs}
     inside = {p: {*p.nodes, *(u for n in p.nodes for u in n.users if "pin" in u.meta)} for p in digits.rows}
-    computed = _computed(program)
+    computed, of_batch = _depending(program)
     pinned: set[MeshPart] = set()
     for part, nodes in inside.items():
         for node in [n for n in program.graph.nodes if n in nodes and n in computed]:
@@ -222,14 +224,14 @@ def pin_parts(spec: Spec, program: Program, digits: Digits, errors: Errors) -> N
     for part, nodes in ((p, inside[p]) for p in digits.rows if digits.rows[p]):
         read = dict.fromkeys(t for n in program.graph.nodes if n in nodes for t in operands_of(n))
         for node in [t for t in read if t not in nodes]:
-            if node in computed or node.name in dims or "pin" in node.meta:
+            if node in computed or node in of_batch or node.name in dims or "pin" in node.meta:
                 layout = _layout(spec, digits.mesh, node, {dims.get(node.name, 0): digits.rows[part]})
                 pinned |= _pin(program, node, layout, part, {u for u in node.users if u in nodes}, digits.mesh)
         if part not in pinned:
             fault, fix = _indivisible(spec, program, part, digits)
             errors.add(fault, where=part.where, fix=fix)
-    for param, part in digits.of_param.items():
-        if digits.rows[part]:
+    for param, part in digits.of_node.items():
+        if param.op == "placeholder" and digits.rows[part]:
             param.meta["rows"] = digits.rows[part]
 
 
@@ -243,14 +245,15 @@ def _indivisible(spec: Spec, program: Program, part: MeshPart, digits: Digits) -
     return fault, f"a batch of a multiple of {ranks} rows, or fewer data ranks in this part"
 
 
-def _computed(program: Program) -> set[fx.Node]:
-    """Return the values that depend on both the batch and parameters."""
+def _depending(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the values that depend on both the batch and parameters, and those of floats on the batch alone."""
     params, inputs = {p.name for p in program.params}, {x.name for x in program.inputs}
     depends: dict[fx.Node, frozenset[str]] = {}
     for n in program.graph.nodes:
         kind = {"weights"} if n.name in params else {"batch"} if n.name in inputs else set[str]()
         depends[n] = frozenset(kind).union(*(depends[x] for x in n.all_input_nodes))
-    return {n for n, kinds in depends.items() if n.op == "call_function" and len(kinds) == 2}
+    both = {n for n, kinds in depends.items() if n.op == "call_function" and len(kinds) == 2}
+    return both, {n for n, kinds in depends.items() if kinds == {"batch"} and values_of(n)[0].dtype.is_floating_point}
 
 
 def _leaving(spec: Spec, digits: Digits, part: MeshPart, node: fx.Node) -> Layout | None:
@@ -294,5 +297,5 @@ def _pin(
     """Pin a value for some of its users, if it has a layout; return the part, if so."""
     if layout is None or not layout.items:
         return set()
-    insert_pin(program.graph, node, Pin(layout, part.cause, users), mesh)
+    insert_pin(program.graph, node, Pin(layout, part.cause, users), mesh).meta["border"] = True
     return {part}

@@ -47,16 +47,18 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
     """Raise ShardcError where a view splits a dim into heads or groups that an axis does not divide.
 
     Such a value could be gathered, but that would silently undo the annotation. There is one error for each size and
-    annotation. tokens: the axes of a sequence. Chunks of tokens that they do not divide are gathered, with a note.
+    annotation. tokens: the axes of a sequence. Chunks of tokens that they do not divide are gathered, with a note. Rows
+    of a part with another mesh are gathered behind its border.
     """
     errors, reported = Errors(), set()
+    borders = {why for node in choices if node.meta.get("border") for why in node.meta["cause"].values()}
     for node, c in choices.items():
         if c.rule.notation is not reshape:
             continue
         source, i = producer_of(operands_of(node)[0])
         for axis, n in mesh.axes:
             why = source.meta.get("why", {}).get(axis, "")
-            if n == 1 or axis in tokens or not why or source.op != "call_function":
+            if n == 1 or axis in tokens or not why or why in borders or source.op != "call_function":
                 continue
             produced, needed = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
             if not isinstance(produced, Shard) or isinstance(needed, Shard):

@@ -10,7 +10,7 @@ Keys of `node.meta` that several passes share
         "rows"        on weights of a part with another mesh: the digits that split its rows beside those of the batch
     in the global graph, until it is partitioned
         "through"     names of modules that return this value unchanged (Dropout(0.0))
-        "pin"         Layout that the spec requires of a pinned value
+        "pin"         Layout that the spec requires of a pinned value; "border": True if it enters or leaves a part
         "shared"      digits of axes over which a weight's heads are shared: their ranks hold the same ones
         "cause"       {axis: spec line that split the value}
         "strategies"  {axis: Strategy by which the op runs}

@@ -31,6 +31,7 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["shardc.compile(model, batch, spec | {'precision': {'products': 'mxfp8'}})"],
     ),
     "choices": ({}, ["shardc.compile(model, batch, spec | {'choices': {'*': 'record'}})"]),
+    "parts": ({}, ["shardc.compile(model, batch, spec | {'parts': {'a': {'modules': 'h.0', 'mesh': {'dp': 2}}}})"]),
     "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
     "generation": ({}, ["loopback(one.mesh, lambda mesh: one.engine(model, mesh=mesh).generate([[1, 2]]))"]),
     "hub": ({}, ["shardc.optional.needed('hub', 'upload', 'prepare')('org/name', None)"]),

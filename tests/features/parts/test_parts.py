@@ -15,6 +15,7 @@ from torch import nn
 import shardc
 from shardc.api import Program
 from shardc.errors import ShardcError
+from shardc.ir.graph import source_of
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import zoo
 from tests.features.parts import families
@@ -133,7 +134,7 @@ def test_a_part_on_the_same_ranks_sends_its_rows_once() -> None:
         p = program({"dp": 2, "tp": 2}, parts=parts, strict=True)
         assert_right(p)
         nodes = [n for n in p.stages[0].graph.nodes if "collective" in n.meta]
-        inside = [n for n in nodes if n.meta["source"].module.startswith("vision.")]
+        inside = [n for n in nodes if source_of(n).module.startswith("vision.")]
         kinds[bool(parts)] = len(inside), sum(n.meta["collective"].bytes for n in nodes)
     assert kinds[False][0] > 0 == kinds[True][0]
     assert kinds[True][1] <= kinds[False][1]
@@ -211,3 +212,34 @@ def test_errors(mesh: dict[str, int], spec: dict[str, Any], fault: str, fix: str
         program(mesh, **spec)
     assert fault in str(e.value)
     assert fix in str(e.value)
+
+
+class Albums(nn.Module):
+    """Four patches of three images in each row: an encoder sees three times as many rows as the batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.layers = nn.Sequential(nn.Linear(12, 32), Block()), nn.Sequential(Block(), nn.Linear(32, 8))
+
+    def forward(self, images: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen = self.vision(images.flatten(0, 1))
+        return nn.functional.mse_loss(self.layers(seen.reshape(y.shape[0], -1, seen.shape[-1])).mean(1), y)
+
+
+def test_images_of_a_row_are_split_over_more_ranks_than_rows() -> None:
+    """They are gathered behind the border, as rows of the batch do not divide. `tp` splits no weight of the encoder."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(4, 4, 3, 12, generator=generator, dtype=torch.float64)
+    batch = {"images": images, "y": torch.randn(4, 8, generator=generator, dtype=torch.float64)}
+    spec = {
+        "shardc": 1,
+        "mesh": {"dp": 4, "tp": 2},
+        "shard": {"use": "structure"},
+        "activations": {"*.1": {1: "tp"}},
+        "parts": vision(dp=8),
+    }
+    p = shardc.compile(zoo.ready(Albums(), torch.float64), batch, spec)
+    assert_right(p)
+    split = [n for n in p.stages[0].graph.nodes if source_of(n).module == "vision.0" and "value" in n.meta]
+    assert split
+    assert {n.meta["value"].local_shape(p.mesh)[0] for n in split} == {2}
