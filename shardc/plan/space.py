@@ -198,7 +198,7 @@ def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str
     number = {"balance": list(counts)} if counts else {"stages": c.pp * c.per_rank}
     document: dict[str, Any] = {
         "shardc": 1,
-        "mesh": {"dp": 1, **c.mesh} if parts else c.mesh,
+        "mesh": {"dp": 1, **c.mesh} if parts and "dp" not in c.mesh else c.mesh,
         "parts": {name: {"modules": name, "mesh": parts} for name in facts.encoders} if parts else {},
         "batch": ({"dims": dict(facts.inputs)} if facts.inputs else {}) | (sizes if c.microbatches > 1 else {}),
         "sequence": {"axis": "cp"} if c.cp > 1 else {},

@@ -359,10 +359,17 @@ def _tidy(schema: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Section):
-        return value.model_dump(mode="json", exclude_defaults=True)
+        return _with_keys(value.model_dump(mode="json", exclude_defaults=True), value.model_dump(exclude_defaults=True))
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _with_keys(plain: Any, value: Any) -> Any:
+    """Return plain values with the keys of others that are equal: JSON makes text of numbers."""
+    if isinstance(plain, dict) and isinstance(value, dict):
+        return {k: _with_keys(plain[str(k)], v) for k, v in value.items()}
+    return plain
 
 
 def _dims(dims: dict[int, tuple[DimShard, ...]]) -> dict[int, Any]:

@@ -28,7 +28,7 @@ from shardc.plan.planner import Planner
 from shardc.plan.price import price
 from shardc.plan.questions import ALIGNED, largest
 from shardc.plan.runs import Runs
-from shardc.plan.space import Choice, Core, choices, sequence_widths, spec, splits
+from shardc.plan.space import Choice, Core, Facts, choices, sequence_widths, spec, splits
 from shardc.plan.stage import NET
 from shardc.plan.table import zero
 from shardc.spec import Spec
@@ -1072,3 +1072,14 @@ def test_a_choice_is_a_spec() -> None:
     assert c.batch == 8
     assert made.checkpoint[0].budget == 0.5
     assert replace(c, pp=1, schedule="1f1b").mesh == {"dp": 2, "tp": 2}
+
+
+def test_an_encoder_gets_a_mesh_whose_data_ranks_are_all_ranks() -> None:
+    shard = {"use": "structure"}
+    facts = Facts(8, 16, 16, {}, None, "float32", 0, 4, shard, encoders=("vision",))
+    wide = spec(Choice(dp=4, outer=2, tp=2, encoder_rows=True), facts)
+    assert list(wide["mesh"].items()) == [("dp_outer", 2), ("dp", 2), ("tp", 2)]
+    assert wide["parts"] == {"vision": {"modules": "vision", "mesh": {"dp_outer": 2, "dp": 4}}}
+    alone = spec(Choice(tp=4, encoder_rows=True), facts)
+    assert (alone["mesh"], alone["parts"]["vision"]["mesh"]) == ({"dp": 1, "tp": 4}, {"dp": 4})
+    assert "parts" not in spec(Choice(dp=4, encoder_rows=True), facts)

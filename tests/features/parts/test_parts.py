@@ -17,6 +17,7 @@ from shardc.api import Program
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.spec import Spec
 from tests import zoo
 from tests.features.parts import families
 from tests.features.parts.families import FAMILIES
@@ -96,6 +97,13 @@ def test_stages_on_their_own_meshes_run_by_every_schedule(schedule: str) -> None
     pipeline = {"axis": "pp", "cut": cut, "schedule": schedule, "meshes": {0: {"dp": 4}, len(cut): {"tp": 4}}}
     p = program({"pp": 2, "dp": 1, "tp": 4}, pipeline=pipeline, batch={"microbatches": 2 if twice else 3})
     assert_right(p)
+
+
+def test_a_spec_of_parts_and_meshes_is_read_back() -> None:
+    pipeline = {**PIPELINE, "meshes": {0: {"dp": 2}}}
+    document = {"shardc": 1, "mesh": {"pp": 2, "dp": 1, "tp": 2}, "pipeline": pipeline, "parts": vision(dp=2)}
+    spec = Spec.load(document)
+    assert Spec.load(spec.to_dict()) == Spec.parse(str(spec)) == spec
 
 
 @pytest.mark.parametrize(
