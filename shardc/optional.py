@@ -35,6 +35,7 @@ FEATURES = {
     "hub": (),
     "trackers": (),
     "text": (),
+    "rows": ("batch.balance",),
 }
 
 

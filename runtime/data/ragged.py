@@ -1,0 +1,31 @@
+"""Read rows of several lengths: pad each sample, and give each microbatch of a step a length of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """This rank's part of a step whose microbatches have lengths of their own. `engine.step` handles it.
+
+    parts: this rank's rows of each microbatch, whole along the sequence. lengths: to which each is padded; every: all
+    lengths of the step, on any rank, for which all ranks compile together.
+    """
+
+    parts: tuple[Any, ...]
+    lengths: tuple[int, ...]
+    every: tuple[int, ...]
+
+
+class ByMicrobatch:
+    """Collates the samples of each microbatch by themselves: a list of batches."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], microbatches: int) -> None:
+        self.collate, self.microbatches = collate, microbatches
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        rows = len(samples) // self.microbatches
+        return [self.collate(samples[i : i + rows]) for i in range(0, len(samples), rows)]

@@ -1,0 +1,132 @@
+"""What balancing rows gains over gloo, and what was predicted: 2 processes of one thread, alternating in one run.
+
+    shardc device --measure && .venv/bin/python -m tests.bench.rows [steps]     a minute
+
+Each step is taken three times on the same rows: as long as the longest row; each microbatch with its own length, rows
+as they come; balanced. Losses are compared, seconds are summed. `docs/measured/rows.md` has the table.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS, LONGEST, WIDTH, LAYERS, VOCABULARY = 32, 1024, 256, 4, 2048
+LENGTHS = [64, 128, 256, 384, 512, 768, 1024]
+SPEC = {
+    "shardc": 1,
+    "mesh": {"dp": 2},
+    "batch": {"microbatches": 16, "lengths": LENGTHS, "pad": {"ids": 0, "labels": -100}, "balance": True},
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        sizes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+        self.layers = nn.ModuleList(nn.ModuleDict({n: nn.Linear(*s) for n, s in sizes.items()}) for _ in range(LAYERS))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.table(ids)
+        for layer in self.layers:
+            q, k, v = (x.unflatten(-1, (4, -1)).transpose(1, 2) for x in layer["qkv"](h).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            h = h + layer["out"](y)
+            h = h + layer["down"](F.silu(layer["up"](h)))
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+class Talks(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Lengths as those of public sets for fine-tuning: log-normal, with a heavy tail."""
+
+    def __init__(self, rows: int) -> None:
+        draw = random.Random(0)
+        self.lengths = [min(LONGEST, max(8, int(draw.lognormvariate(5.0, 1.0)))) for _ in range(rows)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        ids = torch.randint(1, VOCABULARY, (self.lengths[i],), generator=torch.Generator().manual_seed(i))
+        return {"ids": ids, "labels": ids.roll(-1)}
+
+
+def measured(rank: int, steps: int) -> dict[str, Any]:
+    """Seconds of each way, measured and predicted."""
+    import dataclasses
+
+    import torch.distributed as dist
+
+    import shardc
+    from shardc.features.rows.arrangement import Priced, arranged, priced
+    from shardc.features.rows.seconds import of_cost
+    from shardc.runtime.data.ragged import Ragged
+
+    ids = torch.zeros(ROWS, LONGEST, dtype=torch.int64)
+    net = Model()
+    program = shardc.compile(net, {"ids": ids, "labels": ids}, SPEC)
+    engine = program.engine(net, lambda params: torch.optim.SGD(params, lr=0.0))
+    data = Talks(ROWS * steps)
+    loader = engine.loader(data, shuffle=False)
+    step, m = loader.balance.step, program.microbatches
+    cost = program.cost("cpu") if program.spec.device is None else program.cost()
+    rest = cost.step_seconds - m * of_cost(cost)
+    collate = loader._collate.collate
+
+    def part(samples: list[int], p: Priced) -> Ragged:
+        mine = range(rank * m, rank * m + m)
+        parts = tuple(collate([data[samples[i]] for i in p.order[c * step.rows : (c + 1) * step.rows]]) for c in mine)
+        return Ragged(parts, p.lengths[rank * m : rank * m + m], tuple(sorted(set(p.lengths))))
+
+    spent: dict[str, list[float]] = {}
+    expected: dict[str, list[float]] = {}
+    for number in range(-1, steps):  # one to warm up
+        samples = list(range(max(number, 0) * ROWS, (max(number, 0) + 1) * ROWS))
+        rows = [loader.balance.rows[i] for i in samples]
+        long = dataclasses.replace(step, lengths=(), length=step.padded(max(r.length for r in rows)))
+        ways = {
+            "one length": priced(long, rows, range(ROWS)),
+            "as they come": priced(step, rows, range(ROWS)),
+            "balanced": arranged(step, rows),
+        }
+        losses = []
+        for name, p in ways.items():
+            given = part(samples, p)
+            dist.barrier()
+            begin = time.perf_counter()
+            losses.append(float(engine.step(given, local=True)))
+            dist.barrier()
+            if number >= 0:
+                spent.setdefault(name, []).append(time.perf_counter() - begin)
+                expected.setdefault(name, []).append(p.seconds + rest)
+        assert max(losses) - min(losses) < 1e-5, losses
+    return {"measured": spent, "predicted": expected}
+
+
+def main(steps: int = 12) -> None:
+    from tests.bench.gloo import on_ranks
+
+    found = on_ranks(measured, 2, steps)[0]
+    total = {kind: {name: sum(x) for name, x in some.items()} for kind, some in found.items()}
+    print("| rows | measured, s | predicted, s | as fast as rows as they come, measured | predicted |")
+    print("|---|---|---|---|---|")
+    gains = []
+    for name in found["measured"]:
+        seconds = [total[kind][name] / steps for kind in ("measured", "predicted")]
+        gain = [total[kind]["as they come"] / total[kind][name] for kind in ("measured", "predicted")]
+        print(f"| {name} | {seconds[0]:.3f} | {seconds[1]:.3f} | {gain[0]:.2f} | {gain[1]:.2f} |")
+        gains.append(gain)
+    share = (gains[-1][0] - 1) / (gains[-1][1] - 1)
+    print(f"measured gain of balancing: {share:.2f} of the predicted one")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
