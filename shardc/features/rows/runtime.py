@@ -118,6 +118,8 @@ class Balance:
         elif program.resize is None and program.spec.batch.lengths:
             fault = "a loaded program has no model to compile for other lengths"
             fix = "compile it in this process, as `shardc run model.py spec.yaml` does"
+        elif program.pairs and program.spec.batch.lengths:
+            fault, fix = "two microbatches run as one graph, which has one length", "choose another schedule"
         elif any(x.choice is not None for x in program.inputs):
             fault, fix = "choices are recorded by place, and balance chooses the places", "leave out one of the two"
         if fault:
