@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime.data.inputs import batch_dims, mapped, name_of
-from shardc.runtime.data.ragged import ByMicrobatch, Ragged
+from shardc.runtime.data.ragged import Ragged, by_microbatch
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
 from shardc.runtime.data.samples import Tensors, is_map_style
@@ -69,9 +70,10 @@ class Loader:
         #: have no name, and are read in order.
         self.balance: Any = None
         if name is not None and getattr(program.spec.batch, "balance", False):
-            self.balance = needed("rows", "runtime", "Balance")(self, drop_last=drop_last)
+            self.balance = needed("rows", "runtime", "Balance")(self, self._collate, drop_last=drop_last)
             self.order.arrange = self.balance.arranged
-            self._collate = ByMicrobatch(self._collate, program.microbatches) if self.balance.ragged else self._collate
+            if self.balance.ragged:
+                self._collate = partial(by_microbatch, self._collate, program.microbatches)
         # the workers' seeds come from a separate generator: the process's is unchanged
         self.options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
         self._reading: DataLoader[Any] | None = None

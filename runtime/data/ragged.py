@@ -20,12 +20,7 @@ class Ragged:
     every: tuple[int, ...]
 
 
-class ByMicrobatch:
-    """Collates the samples of each microbatch by themselves: a list of batches."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], microbatches: int) -> None:
-        self.collate, self.microbatches = collate, microbatches
-
-    def __call__(self, samples: list[Any]) -> list[Any]:
-        rows = len(samples) // self.microbatches
-        return [self.collate(samples[i : i + rows]) for i in range(0, len(samples), rows)]
+def by_microbatch(collate: Callable[[list[Any]], Any], microbatches: int, samples: list[Any]) -> list[Any]:
+    """Collate the samples of each microbatch separately."""
+    rows = len(samples) // microbatches
+    return [collate(samples[i : i + rows]) for i in range(0, len(samples), rows)]

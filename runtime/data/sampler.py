@@ -28,7 +28,7 @@ class Order(Sampler[list[Key]]):
         self.rest = rest
         self.size, self.batch, self.mine, self.shuffle, self.seed = size, batch, mine, shuffle, seed
         self.epoch = self.consumed = 0
-        self.arrange: Callable[[Tensor], Tensor] = _as_they_come
+        self.arrange: Callable[[Tensor], Tensor] = lambda samples: samples
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch."""
@@ -82,7 +82,3 @@ class Order(Sampler[list[Key]]):
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
         self._begin_next_epoch()
-
-
-def _as_they_come(samples: Tensor) -> Tensor:
-    return samples

@@ -79,7 +79,7 @@ def measured(rank: int, steps: int) -> dict[str, Any]:
     step, m = loader.balance.step, program.microbatches
     cost = program.cost("cpu") if program.spec.device is None else program.cost()
     rest = cost.step_seconds - m * of_cost(cost)
-    collate = loader._collate.collate
+    collate = loader._collate.args[0]
 
     def part(samples: list[int], p: Priced) -> Ragged:
         mine = range(rank * m, rank * m + m)

@@ -117,24 +117,21 @@ def arranged(step: Step, rows: Sequence[Row]) -> Priced:
     return min(candidates, key=lambda p: (p.seconds, sum(p.of_ranks)))
 
 
-def _orders(step: Step, rows: Sequence[Row]) -> list[list[int]]:
+def _orders(step: Step, rows: Sequence[Row]) -> list[Rows]:
     cost = [step.of([r])[1] for r in rows]
     like = sorted(range(len(rows)), key=lambda i: (-rows[i].length, -cost[i], i))
-    cells = [like[at : at + step.rows] for at in range(0, len(like), step.rows)]
-    by_cost = [like_cost(step, rows, cell) for cell in cells]
-    mixed = dealt(cost, step.ranks * step.microbatches, step.rows)
-    mixed_cost = [like_cost(step, rows, cell) for cell in mixed]
-    orders = [list(range(len(rows)))]
-    for some, costs in ((cells, by_cost), (mixed, mixed_cost)):
-        of_ranks = dealt(costs, step.ranks, step.microbatches)
-        orders.append([i for mine in of_ranks for cell in mine for i in some[cell]])
-    orders.append([i for mine in _levels(by_cost, step.ranks) for cell in mine for i in cells[cell]])
-    return orders
-
-
-def like_cost(step: Step, rows: Sequence[Row], cell: Rows) -> float:
-    """Return the seconds of a microbatch of these rows."""
-    return step.of([rows[i] for i in cell])[1]
+    sorted_cells = [like[at : at + step.rows] for at in range(0, len(like), step.rows)]
+    mixed_cells = dealt(cost, step.ranks * step.microbatches, step.rows)
+    levels = [
+        [k * step.ranks + (r if k % 2 else step.ranks - 1 - r) for k in range(step.microbatches)]
+        for r in range(step.ranks)
+    ]
+    ways = [(sorted_cells, levels)]
+    for cells in (sorted_cells, mixed_cells):
+        by_cell = [step.of([rows[i] for i in cell])[1] for cell in cells]
+        ways.append((cells, dealt(by_cell, step.ranks, step.microbatches)))
+    dealt_out = [[i for mine in of_ranks for cell in mine for i in cells[cell]] for cells, of_ranks in ways]
+    return [range(len(rows)), *dealt_out]
 
 
 def dealt(costs: Sequence[float], ranks: int, each: int) -> list[list[int]]:
@@ -152,43 +149,16 @@ def dealt(costs: Sequence[float], ranks: int, each: int) -> list[list[int]]:
             heapq.heappush(free, (total + costs[i], r))
     sums = [sum(costs[i] for i in some) for some in mine]
     for _ in range(EXCHANGES):
-        if not _exchange(costs, mine, sums):
+        *others, top = sorted(range(ranks), key=lambda r: (sums[r], -r))
+        for r in others:  # the best exchange with the rank that has the least, if there is one
+            gap = sums[top] - sums[r] - 1e-9 * sums[top]
+            pairs = ((costs[i] - costs[j], i, j) for i in mine[top] for j in mine[r])
+            best = max(((min(d, gap - d), i, j) for d, i, j in pairs if 0 < d < gap), default=None)
+            if best is not None:
+                _, i, j = best
+                mine[top][mine[top].index(i)], mine[r][mine[r].index(j)] = j, i
+                sums[top], sums[r] = sums[top] - costs[i] + costs[j], sums[r] + costs[i] - costs[j]
+                break
+        else:
             break
     return [sorted(some, key=lambda i: (-costs[i], i)) for some in mine]
-
-
-def _exchange(costs: Sequence[float], mine: list[list[int]], sums: list[float]) -> bool:
-    """Make the best exchange of the rank with the most; return whether there is one."""
-    top = max(range(len(sums)), key=lambda r: (sums[r], -r))
-    best: tuple[float, int, int, int] | None = None
-    for r in range(len(sums)):
-        half = (sums[top] - sums[r]) / 2
-        if half <= 0:
-            continue
-        theirs = sorted((costs[i], i) for i in mine[r])
-        values = [c for c, _ in theirs]
-        for i in mine[top]:  # the exchange that comes nearest to equal sums: a thing that is dearer by `half`
-            at = bisect_left(values, costs[i] - half)
-            for c, j in theirs[max(at - 1, 0) : at + 1]:
-                gain = min(costs[i] - c, 2 * half - (costs[i] - c))
-                if gain > 1e-9 * sums[top] and (best is None or gain > best[0]):
-                    best = gain, r, i, j
-    if best is None:
-        return False
-    _, r, i, j = best
-    mine[top][mine[top].index(i)], mine[r][mine[r].index(j)] = j, i
-    moved = costs[i] - costs[j]
-    sums[top], sums[r] = sums[top] - moved, sums[r] + moved
-    return True
-
-
-def _levels(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Deal things that are in order of their cost, `ranks` at a time: the dearest to the rank with the least so far."""
-    mine: list[list[int]] = [[] for _ in range(ranks)]
-    sums = [0.0] * ranks
-    for at in range(0, len(costs), ranks):
-        by_sum = sorted(range(ranks), key=lambda r: (sums[r], r))
-        for r, i in zip(by_sum, sorted(range(at, at + ranks), key=lambda i: (-costs[i], i)), strict=True):
-            mine[r].append(i)
-            sums[r] += costs[i]
-    return mine

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from shardc.features.rows import same_step
 from shardc.features.rows.arrangement import Priced, Row, Step, arranged, priced, row
 from shardc.features.rows.lengths import Lengths, of, read
 from shardc.features.rows.runtime import of_sample, row_length, stated, suggested
-from shardc.features.rows.seconds import Seconds, fitted, leaves_out, spread
-from shardc.features.rows.seconds import of_cost as seconds_of
+from shardc.features.rows.seconds import Seconds, fitted, leaves_out, of_cost, spread
 from shardc.ir.program import Program
 from shardc.ir.units import count, plural, seconds
 from shardc.optional import needed
@@ -26,7 +26,7 @@ from shardc.recompile import Resizer
 from shardc.report.aligned import aligned
 from shardc.runtime.data.inputs import leaves, mapped, part_of
 from shardc.runtime.data.inputs import rows as rows_of
-from shardc.runtime.data.samples import is_map_style
+from shardc.runtime.data.samples import Tensors, is_map_style
 from shardc.runtime.step import batch_sizes
 
 #: Steps that are drawn, and the documents that are packed at a time (shardc.text's own number).
@@ -34,91 +34,131 @@ STEPS, TOGETHER = 8, 1024
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to give rows to ranks, over several steps. pairs: of attention in packed rows, as share of all."""
-
-    name: str
-    step_seconds: float
-    slowest: float
-    padding: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class Gain:
-    """What is predicted. fitted: a microbatch's seconds by its length. hidden: share of pairs that masks hide."""
+    """What is predicted. seconds: of a microbatch, by its length; groups: of ranks with lengths of their own.
 
-    lengths: Lengths
-    step: Step
+    ways: by name, the seconds of a step, the slowest rank of the mean, the share of padding, tokens a second.
+    hidden: the share of pairs in packed rows that masks of documents hide; left_out: whether attention leaves them out.
+    longest_share: seconds of the longest row's microbatch, of the mean of a rank's step.
+    """
+
+    rows: int
+    longest: int
+    median: int
+    mean: float
     device: str
-    ways: tuple[Way, ...]
-    fitted: Seconds
+    groups: int
+    microbatches: int
+    microbatch_rows: int
+    seconds: Seconds
+    ways: dict[str, dict[str, float]]
     hidden: float
     left_out: bool
-    longest: float
+    longest_share: float
 
     @property
     def gain(self) -> float:
         """How many times as fast balanced rows are as rows as they come, each microbatch as long as it needs."""
-        by_name = {w.name: w for w in self.ways}
-        return by_name[COME].step_seconds / by_name[BALANCED].step_seconds
+        return self.ways["as they come"]["step_seconds"] / self.ways["balanced"]["step_seconds"]
 
     def to_json(self) -> dict[str, Any]:
-        ways = {w.name: {k: getattr(w, k) for k in _FIGURES} for w in self.ways}
-        drawn = {"rows": self.lengths.rows, "mean": self.lengths.mean, "longest": self.lengths.longest}
-        of_step = {"ranks": self.step.ranks, "microbatches": self.step.microbatches, "rows": self.step.rows}
-        terms = {"fixed": self.fitted.fixed, "by_token": self.fitted.by_token, "by_pair": self.fitted.by_pair}
-        hidden = {"hidden_pairs": self.hidden, "left_out": self.left_out}
-        return {"lengths": drawn, "step": of_step, "device": self.device, "seconds": terms, "ways": ways, **hidden}
+        return {**asdict(self), "gain": self.gain}
 
     def __str__(self) -> str:
         """Return a table, and what it means."""
-        s, drawn = self.step, self.lengths
-        head = f"{drawn.rows:,} rows of up to {drawn.longest:,} tokens (half up to {drawn.median():,}, mean "
-        groups = f"{plural(s.ranks, 'group')} of ranks with lengths of their own"
-        of_step = f"a step: {s.size} rows on {groups}, {s.microbatches} microbatches of {plural(s.rows, 'row')}"
+        half, size = f"half up to {self.median:,}", self.groups * self.microbatches * self.microbatch_rows
+        of_step = f"a step: {size} rows on {plural(self.groups, 'group')} of ranks with lengths of their own, "
         table = [["", "step", "slowest / mean", "padding", "tokens/s"]]
-        for w in self.ways:
-            figures = [f"{w.slowest:.2f}", f"{w.padding:.1%}", count(w.tokens_per_second)]
-            table.append([w.name, seconds(w.step_seconds), *figures])
+        for name, w in self.ways.items():
+            figures = [f"{w['slowest']:.2f}", f"{w['padding']:.1%}", count(w["tokens_per_second"])]
+            table.append([name, seconds(w["step_seconds"]), *figures])
         computed = "and this attention leaves them out" if self.left_out else "but this attention computes them all"
         lines = [
-            f"{head}{drawn.mean:,.0f}), on {self.device}",
-            of_step,
+            f"{self.rows:,} rows of up to {self.longest:,} tokens ({half}, mean {self.mean:,.0f}), on {self.device}",
+            f"{of_step}{self.microbatches} microbatches of {plural(self.microbatch_rows, 'row')}",
             *aligned(table, "<>"),
             f"balancing: {self.gain:.2f} times as fast",
+            f"packed rows: masks of documents hide {self.hidden:.0%} of the pairs, {computed}",
         ]
-        lines += [f"packed rows: masks of documents hide {self.hidden:.0%} of the pairs, {computed}"]
-        if self.longest > 1:
-            more = "more microbatches of fewer rows, or a split sequence, would even that out"
-            lines += [f"the longest row takes {self.longest:.1f} times the mean of a rank's step: {more}"]
+        if self.longest_share > 1:
+            fault = f"the longest row takes {self.longest_share:.1f} times the mean of a rank's step"
+            lines += [f"{fault}: more microbatches of fewer rows, or a split sequence, would even that out"]
         return "\n".join(lines)
 
 
-_FIGURES = ("step_seconds", "slowest", "padding", "tokens_per_second")
-ONE, COME, BALANCED, PACKED = "one length for all", "as they come", "balanced", "packed, balanced"
+def gain(program: Any, source: str, file: Any, device: Any, batch: Any = None) -> Gain:
+    """Predict the gain of balancing rows, of which some steps are drawn.
 
-
-def gain(program: Any, source: str, file: Any, device: Any) -> Gain:
-    """Predict the gain of balancing for `--lengths`. source: a file, or `data`; file: the model file."""
-    resizer = Resizer(file.on_meta, file.loss, {}, compile, program.forward_only, file.batch)
-    return predicted(replace(program, resize=resizer), _lengths(program, source, file), device)
+    source: a file of lengths, or `data`; file: the model file; batch: the compiled one, if not that file's. Rows longer
+    than the spec's lengths are cut to the longest of them. Raises ShardcError where balance would.
+    """
+    lengths, batch = _lengths(program, source, file), file.batch if batch is None else batch
+    if not program.spec.batch.pad:
+        long = [x for x in program.inputs if x.path and len(x.shape) > 1 and x.shape[1] == row_length(program)]
+        pad = {str(x.path[-1]): 0.0 for x in long}
+        program = replace(program, spec=replace(program.spec, batch=program.spec.batch.model_copy(update={"pad": pad})))
+    sizes = sorted(program.spec.batch.lengths) or suggested(sorted(lengths))
+    cut = Lengths()
+    for n, number in lengths.items():
+        cut[min(n, sizes[-1])] += number
+    make = Resizer(file.on_meta, file.loss, {}, compile, program.forward_only, batch)
+    shapes = {n: batch_sizes.shapes_of_length(program, n) for n in spread(sizes)}
+    programs: dict[int, Any] = {n: make(program, batch, s, "as compiled") for n, s in shapes.items()}
+    axes = same_step.joined_axes(programs)
+    cost = {n: p.cost(device) for n, p in programs.items()}
+    found = fitted({n: of_cost(c) for n, c in cost.items()})
+    m, most, groups = program.microbatches, cost[max(cost)], part_of(program, 0)[1]
+    joined = [a for a in same_step.axes_of_rows(program) if axes & set(program.mesh.digits(a))]
+    apart = Step(groups, m, rows_of(program) // (groups * m), found, program.spec.data.zero >= 2 and m > 1)
+    one = min(math.prod(map(program.mesh.size, joined)), groups)  # groups of ranks that need one length
+    step = replace(apart, ranks=groups // one, rows=apart.rows * one, lengths=tuple(sizes))
+    drawn = random.Random(0).choices(sorted(cut), [cut[n] for n in sorted(cut)], k=STEPS * step.size)
+    steps = [[row(n) for n in drawn[at : at + step.size]] for at in range(0, len(drawn), step.size)]
+    long_steps = [replace(step, length=step.padded(max(r.length for r in some)), lengths=()) for some in steps]
+    of_rows = replace(apart, length=sizes[-1], left_out=leaves_out(program))
+    packed, lost = _packed(drawn, of_rows)
+    balanced = [arranged(step, some) for some in steps]
+    ways = {
+        "one length for all": [priced(x, r, range(step.size)) for x, r in zip(long_steps, steps, strict=True)],
+        "as they come": [priced(step, r, range(step.size)) for r in steps],
+        "balanced": balanced,
+        "packed, balanced": [arranged(of_rows, r) for r in packed],
+    }
+    mean = sum(sum(p.of_ranks) / step.ranks for p in balanced) / len(steps)
+    hidden = 1 - sum(r.pairs for some in packed for r in some) / (len(packed) * of_rows.size * sizes[-1] ** 2)
+    half = next(
+        n for n, k in zip(sorted(cut), accumulate(cut[n] for n in sorted(cut)), strict=True) if 2 * k >= cut.total()
+    )
+    return Gain(
+        rows=cut.total(),
+        longest=max(cut),
+        median=half,
+        mean=sum(n * k for n, k in cut.items()) / cut.total(),
+        device=most.device.name,
+        groups=step.ranks,
+        microbatches=m,
+        microbatch_rows=step.rows,
+        seconds=found,
+        ways={name: _way(some, most, lost * (name not in list(ways)[:3])) for name, some in ways.items()},
+        hidden=hidden,
+        left_out=of_rows.left_out,
+        longest_share=step.of([row(max(cut))])[1] / mean,
+    )
 
 
 def gain_of_plan(plan: Any, source: str, file: Any) -> Gain:
     """Predict it for a plan's best spec. Raises ShardcError if nothing fits."""
-    target, example = plan.target, dict(leaves(file.batch))
-    rows = min((x.shape[0] for x in example.values() if isinstance(x, Tensor) and x.dim()), default=1)
+    tensors = [x for _, x in leaves(file.batch) if isinstance(x, Tensor) and x.dim()]
+    rows = min((x.shape[0] for x in tensors), default=1)
 
     def of_plan(_: Any, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.dim() or x.shape[0] % rows:
             return x
-        return torch.empty(x.shape[0] // rows * target.batch, *x.shape[1:], dtype=x.dtype, device="meta")
+        return torch.empty(x.shape[0] // rows * plan.target.batch, *x.shape[1:], dtype=x.dtype, device="meta")
 
     batch = mapped(file.batch, (), of_plan)
     program = compile(file.on_meta(), batch, plan.best.spec, loss=file.loss, prove=False)
-    resizer = Resizer(file.on_meta, file.loss, {}, compile, program.forward_only, batch)
-    return predicted(replace(program, resize=resizer), _lengths(program, source, file), target.device)
+    return gain(program, source, file, plan.target.device, batch)
 
 
 def _lengths(program: Program, source: str, file: Any) -> Lengths:
@@ -129,114 +169,30 @@ def _lengths(program: Program, source: str, file: Any) -> Lengths:
     if not is_map_style(dataset):
         fault = "the model file has no data('train') that is a dataset with a length"
         raise ShardcError(fault, where="--lengths data", fix="name a file of lengths")
-    known = stated(dataset)
-    return of(known if known is not None else [of_sample(program, dataset[i]) for i in range(len(dataset))])
+    known, collate = stated(dataset), file.collate or Tensors(program)
+    return of(known if known is not None else [of_sample(program, dataset[i], collate) for i in range(len(dataset))])
 
 
-def predicted(program: Program, lengths: Lengths, device: Any) -> Gain:
-    """Predict steps of rows of these lengths. program: one that can be compiled for others; device: of shardc.cost.
-
-    Rows longer than the spec's lengths are cut to the longest of them. Raises ShardcError for a program that cannot be
-    compiled for other lengths, and where balance would be refused.
-    """
-    if program.resize is None:
-        fix = "name the model file and the spec"
-        raise ShardcError("a loaded program has no model to compile for other lengths", where="--lengths", fix=fix)
-    program = program if program.spec.batch.pad else _all_padded(program)
-    sizes = tuple(sorted(program.spec.batch.lengths) or _unsplit(program, suggested(sorted(lengths.counts))))
-    lengths = Lengths(_cut(lengths.counts, sizes[-1]))
-    programs = {n: _of_length(program, n) for n in spread(list(sizes))}
-    axes = frozenset[str]()
-    for one, other in pairwise(sorted(programs)):
-        axes |= same_step.length_axes(programs[one], programs[other], (one, other))
-    cost = {n: p.cost(device) for n, p in programs.items()}
-    found = fitted({n: seconds_of(c) for n, c in cost.items()})
-    m, largest = program.microbatches, cost[max(cost)]
-    busy = m * seconds_of(largest)
-    groups = part_of(program, 0)[1]
-    joined = {a for a in same_step.axes_of_rows(program) if axes & set(program.mesh.digits(a))}
-    together = math.prod(map(program.mesh.size, joined))
-    step = Step(
-        ranks=max(groups // together, 1),
-        microbatches=m,
-        rows=rows_of(program) // (groups * m) * min(together, groups),
-        seconds=found,
-        meet=program.spec.data.zero >= 2 and m > 1,
-        lengths=sizes,
-    )
+def _way(steps: Sequence[Priced], cost: Any, lost: float) -> dict[str, float]:
+    """Add up steps. cost: of the longest rows; lost: the share of tokens in packed rows that fill them up."""
     # what does not grow with a row: sums of gradients that ranks wait for, the update; of a pipeline, its bubble
-    rest, factor = (0.0, largest.step_seconds / busy) if program.axis else (max(largest.step_seconds - busy, 0.0), 1.0)
-    drawn = lengths.drawn(STEPS * step.size)
-    steps = [[row(n) for n in drawn[at : at + step.size]] for at in range(0, len(drawn), step.size)]
-    ways = [_way(name, list(each), rest, factor) for name, each in _padded(step, steps)]
-    full, hidden = _packed(drawn, sizes[-1], step)
-    left_out = leaves_out(program)
-    apart = replace(step, ranks=groups, rows=step.rows * step.ranks // groups)  # rows of one length need no more
-    of_rows = replace(apart, lengths=(), length=sizes[-1], left_out=left_out)
-    ways.append(_way(PACKED, [arranged(of_rows, some) for some in full], rest, factor, lost=hidden[1]))
-    mean = sum(sum(p.of_ranks) / len(p.of_ranks) for p in (arranged(step, some) for some in steps)) / len(steps)
-    longest = step.of([row(lengths.longest)])[1] / mean
-    return Gain(lengths, step, largest.device.name, tuple(ways), found, hidden[0], left_out, longest)
-
-
-def _padded(step: Step, steps: Sequence[Sequence[Row]]) -> Iterator[tuple[str, list[Priced]]]:
-    """Yield each way to pad rows, with its steps."""
-    longest = [replace(step, length=step.padded(max(r.length for r in some)), lengths=()) for some in steps]
-    yield ONE, [priced(one, some, range(step.size)) for one, some in zip(longest, steps, strict=True)]
-    yield COME, [priced(step, some, range(step.size)) for some in steps]
-    yield BALANCED, [arranged(step, some) for some in steps]
-
-
-def _way(name: str, steps: Sequence[Priced], rest: float, factor: float, lost: float = 0.0) -> Way:
-    """Add up steps. lost: the share of tokens in packed rows that fill them up."""
+    busy = cost.program.microbatches * of_cost(cost)
+    factor, rest = (cost.step_seconds / busy, 0.0) if cost.program.axis else (1.0, max(cost.step_seconds - busy, 0.0))
     total = sum(p.seconds * factor + rest for p in steps)
     tokens, places = sum(p.tokens for p in steps) * (1 - lost), sum(p.padded for p in steps)
-    slowest = sum(p.slowest for p in steps) / len(steps)
-    return Way(name, total / len(steps), slowest, 1 - tokens / places, tokens / total)
+    figures = total / len(steps), sum(p.slowest for p in steps) / len(steps), 1 - tokens / places, tokens / total
+    return dict(zip(("step_seconds", "slowest", "padding", "tokens_per_second"), figures, strict=True))
 
 
-def _packed(drawn: Sequence[int], seq: int, step: Step) -> tuple[list[list[Row]], tuple[float, float]]:
-    """Pack documents by best fit; return full steps, the share of pairs that masks hide, and that of empty places."""
-    best_fit = needed("text", "packing", "best_fit")
-    rows: list[Row] = []
-    lost = tokens = 0
-    documents = list(drawn)
+def _packed(drawn: Sequence[int], step: Step) -> tuple[list[list[Row]], float]:
+    """Pack documents by best fit into whole steps; return their rows, and the share of places that stay empty."""
+    best_fit, rows, lost = needed("text", "packing", "best_fit"), list[Row](), 0
     while len(rows) < step.size:  # at least one step
-        for at in range(0, len(documents), TOGETHER):
-            some = documents[at : at + TOGETHER]
-            for cells in best_fit(some, seq):
-                left = seq - sum(some[i] for i in cells)
-                lost, tokens = lost + left, tokens + seq
+        for at in range(0, len(drawn), TOGETHER):
+            some = drawn[at : at + TOGETHER]
+            for cells in best_fit(some, step.length):
+                left = step.length - sum(some[i] for i in cells)
                 rows.append(row([*(some[i] for i in cells), *([left] if left else [])]))
-    hidden = 1 - sum(r.pairs for r in rows) / (len(rows) * seq * seq)
+                lost += left
     steps = [rows[at : at + step.size] for at in range(0, len(rows) - step.size + 1, step.size)]
-    return steps, (hidden, lost / tokens)
-
-
-def _cut(counts: Any, longest: int) -> dict[int, int]:
-    cut: dict[int, int] = {}
-    for n, number in counts.items():
-        cut[min(n, longest)] = cut.get(min(n, longest), 0) + number
-    return cut
-
-
-def _unsplit(program: Program, sizes: Sequence[int]) -> list[int]:
-    """Return lengths that the ranks of a split sequence divide."""
-    unit = 2 * math.prod(program.mesh.size(a) for x in program.inputs[:1] for a, s in x.layout.shards() if s.dim == 1)
-    return sorted({max(n, unit) for n in sizes})
-
-
-def _all_padded(program: Program) -> Program:
-    """Return the program with all inputs as long as the longest one, padded by 0."""
-    length = row_length(program)
-    pad = {str(x.path[-1]): 0.0 for x in program.inputs if len(x.shape) > 1 and x.shape[1] == length and x.path}
-    spec = replace(program.spec, batch=program.spec.batch.model_copy(update={"pad": pad}))
-    return replace(program, spec=spec)
-
-
-def _of_length(program: Program, length: int) -> Any:
-    shapes, resize = batch_sizes.shapes_of_length(program, length), program.resize
-    if shapes == tuple(x.shape for x in program.inputs):
-        return program
-    made: Any = resize
-    return made(program, made.batch, shapes, "as compiled")
+    return steps, lost / (len(rows) * step.length)

@@ -2,16 +2,17 @@
 
 They run on the same parameters and buckets (shardc.recompile). Beside that a step needs:
 
-    counts       what a program divides by comes from the batch, and not from a length: sums of all ranks and
-                 microbatches are then those of one device
+    counts       what a program divides by comes from the batch, and not from a length
     values       of sizes that do not depend on the length, where a step adds them up over microbatches
-    collectives  between ranks with programs for several lengths the same ones, in the same order. Where sizes differ
-                 with the length, as in an exchange of tokens between experts, or the order does, ranks need one length
+    collectives  the same, in one order, between ranks with several lengths. Where their sizes depend on the length, as
+                 in an exchange of tokens between experts, or their order does, ranks need one length
 """
 
 from __future__ import annotations
 
-from itertools import zip_longest
+import math
+from collections.abc import Mapping
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from torch import fx
@@ -27,6 +28,12 @@ _WHERE = "batch.balance"
 _MEANS = ("mean", "var", "std", "var_mean", "std_mean", "partial_mean")
 #: Ops whose plain number is part of the result, and no size.
 _BY_NUMBER = ("mul", "div", "add", "sub", "rsub", "pow", "full")
+
+
+def joined_axes(programs: Mapping[int, Program]) -> frozenset[str]:
+    """Return the axes over which ranks need one length, of programs by their lengths."""
+    pairs = pairwise(sorted(programs))
+    return frozenset().union(*(length_axes(programs[a], programs[b], (a, b)) for a, b in pairs))
 
 
 def length_axes(one: Program, other: Program, lengths: tuple[int, int]) -> frozenset[str]:
@@ -107,12 +114,5 @@ def _numbers(node: fx.Node) -> list[Any]:
 
 def _reduced(node: fx.Node) -> float:
     """Return how many numbers an op makes one of."""
-    sizes = [next(_elements(v.shape) for v in values_of(n)) for n in (operands_of(node)[0], node)]
-    return sizes[0] / max(sizes[1], 1)
-
-
-def _elements(shape: Any) -> int:
-    count = 1
-    for n in shape:
-        count *= int(n)
-    return count
+    made_of, made = (math.prod(values_of(n)[0].shape) for n in (operands_of(node)[0], node))
+    return made_of / max(made, 1)

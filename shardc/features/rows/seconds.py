@@ -9,7 +9,7 @@ attention leaves out what the masks of documents hide.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,6 @@ class Seconds:
 
     def __call__(self, length: int, pairs: float) -> float:
         return self.fixed + self.by_token * length + self.by_pair * pairs
-
-    @property
-    def numbers(self) -> list[int]:
-        """The three numbers in units of 1e-15 s, for other ranks."""
-        return [round(x * 1e15) for x in astuple(self)]
-
-    @classmethod
-    def of_numbers(cls, numbers: list[int]) -> Seconds:
-        return cls(*(n / 1e15 for n in numbers))
 
 
 def spread(lengths: list[int]) -> list[int]:

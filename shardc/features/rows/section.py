@@ -41,8 +41,7 @@ def check(spec: Check) -> None:
     if not getattr(batch, "balance", False) or not batch.lengths:
         return
     execution = spec.form.execution
-    if execution.overlap != "none":
-        fault = "microbatches beside each other are one graph, and need one length"
-        spec.add(("execution", "overlap"), fault, "leave it out, or `balance` of `batch`")
-    if execution.graphs:
-        spec.add(("execution", "graphs"), "one CUDA graph has one length", "leave it out, or `balance` of `batch`")
+    for key, used in (("overlap", execution.overlap != "none"), ("graphs", execution.graphs)):
+        if used:
+            fix = "leave it out, or `balance` of `batch`"
+            spec.add(("execution", key), "microbatches of several lengths cannot be one graph", fix)

@@ -64,7 +64,6 @@ def documents(
     pack: bool = True,
     window: int = TOGETHER,
     positions: bool = True,
-    fill: bool = True,
 ) -> Rows | RowStream:
     """Return rows of texts, each with the tokenizer's end token, for pretraining. Long texts are cut into pieces.
 
@@ -72,7 +71,7 @@ def documents(
     arguments: as of `chats`.
     """
     tokenizer = loaded(tokenizer)
-    form = Form("document", seq, "in pieces", window if pack else 1, positions, pad_of(tokenizer), fill)
+    form = Form("document", seq, "in pieces", window if pack else 1, positions, pad_of(tokenizer))
     return _rows(form, source, partial(_pieces, source, tokenizer, form, column), (column, len(tokenizer)))
 
 

@@ -274,16 +274,16 @@ def test_what_would_be_another_step_is_refused() -> None:
     with pytest.raises(ShardcError, match=r"it counts places of a row, padding too.*\n.*ignore_index"):
         refused(spec("dp"), net=Mean())
     with pytest.raises(
-        ShardcError, match=r"samples have 3 to 31 tokens.*\n  fix: write batch: {lengths: \[4, 8, 16, 32\]"
+        ShardcError, match=r"samples have 3 to 31 tokens, more than 16\n  fix: write batch: {lengths: \[4, 8, 16, 32\]"
     ):
         refused({"mesh": {"dp": 2}, "batch": {"balance": True}})
-    with pytest.raises(ShardcError, match=r"a sample has 31 tokens, more than all.*\n  fix: add 31 or more"):
+    with pytest.raises(ShardcError, match=r"samples have 3 to 31 tokens, more than 16"):
         refused(spec("dp", lengths=[8, 16]))
     with pytest.raises(ShardcError, match="a stream does not say how long"):
         refused(spec("dp"), Stream())
     with pytest.raises(ShardcError, match=r"the rest of an epoch has fewer rows.*\n  fix: leave drop_last out"):
         refused(spec("dp"), drop_last=False)
-    with pytest.raises(ShardcError, match="microbatches beside each other are one graph, and need one length"):
+    with pytest.raises(ShardcError, match="microbatches of several lengths cannot be one graph"):
         refused({**spec("dp"), "execution": {"overlap": "microbatches"}})
     with pytest.raises(ShardcError, match=r"`lengths` are 48, and it has 8 samples"):
         refused(spec("dp"), Short())
