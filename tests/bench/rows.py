@@ -87,6 +87,7 @@ def measured(rank: int, steps: int) -> dict[str, Any]:
         return Ragged(parts, p.lengths[rank * m : rank * m + m], tuple(sorted(set(p.lengths))))
 
     spent: dict[str, list[float]] = {}
+    computed: dict[str, list[float]] = {}
     expected: dict[str, list[float]] = {}
     for number in range(-1, steps):  # one to warm up
         samples = list(range(max(number, 0) * ROWS, (max(number, 0) + 1) * ROWS))
@@ -101,31 +102,36 @@ def measured(rank: int, steps: int) -> dict[str, Any]:
         for name, p in ways.items():
             given = part(samples, p)
             dist.barrier()
-            begin = time.perf_counter()
+            begin, busy = time.perf_counter(), time.process_time()
             losses.append(float(engine.step(given, local=True)))
+            busy = time.process_time() - busy
             dist.barrier()
             if number >= 0:
                 spent.setdefault(name, []).append(time.perf_counter() - begin)
+                computed.setdefault(name, []).append(busy)
                 expected.setdefault(name, []).append(p.seconds + rest)
         assert max(losses) - min(losses) < 1e-5, losses
-    return {"measured": spent, "predicted": expected}
+    return {"measured": spent, "computed": computed, "predicted": expected}
 
 
 def main(steps: int = 12) -> None:
     from tests.bench.gloo import on_ranks
 
-    found = on_ranks(measured, 2, steps)[0]
+    ranks = on_ranks(measured, 2, steps)
+    found = ranks[0]
+    for name, busy in found["computed"].items():  # of the rank that computes longest in each step
+        found["computed"][name] = [max(x) for x in zip(busy, *(r["computed"][name] for r in ranks[1:]), strict=True)]
     total = {kind: {name: sum(x) for name, x in some.items()} for kind, some in found.items()}
-    print("| rows | measured, s | predicted, s | as fast as rows as they come, measured | predicted |")
-    print("|---|---|---|---|---|")
-    gains = []
+    print(
+        "| rows | step, s | slowest rank computes, s | predicted, s | as fast as rows as they come | computed | predicted |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for name in found["measured"]:
-        seconds = [total[kind][name] / steps for kind in ("measured", "predicted")]
-        gain = [total[kind]["as they come"] / total[kind][name] for kind in ("measured", "predicted")]
-        print(f"| {name} | {seconds[0]:.3f} | {seconds[1]:.3f} | {gain[0]:.2f} | {gain[1]:.2f} |")
-        gains.append(gain)
-    share = (gains[-1][0] - 1) / (gains[-1][1] - 1)
-    print(f"measured gain of balancing: {share:.2f} of the predicted one")
+        seconds = [f"{total[kind][name] / steps:.3f}" for kind in total]
+        gains = [total[kind]["as they come"] / total[kind][name] for kind in total]
+        print(f"| {name} | {' | '.join(seconds)} | {' | '.join(f'{gain:.2f}' for gain in gains)} |")
+    shares = [(gain - 1) / (gains[-1] - 1) for gain in gains]
+    print(f"of the predicted gain of balancing: {shares[0]:.2f} by the clock, {shares[1]:.2f} of what ranks compute")
 
 
 if __name__ == "__main__":
