@@ -1,9 +1,10 @@
 """What balancing rows gains over gloo, and what was predicted: 2 processes of one thread, alternating in one run.
 
-    shardc device --measure && .venv/bin/python -m tests.bench.rows [steps]     a minute
+    shardc device --measure && .venv/bin/python -m tests.bench.rows [steps] [timed]     a minute
 
 Each step is taken three times on the same rows: as long as the longest row; each microbatch with its own length, rows
 as they come; balanced. Losses are compared, seconds are summed. `docs/measured/rows.md` has the table.
+`timed`: a microbatch's seconds are fitted to three that were timed here, and not to the program's cost.
 """
 
 from __future__ import annotations
@@ -59,7 +60,17 @@ class Talks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"ids": ids, "labels": ids.roll(-1)}
 
 
-def measured(rank: int, steps: int) -> dict[str, Any]:
+def timed(net: nn.Module, length: int) -> float:
+    """Seconds that this process computes for a row of this length: the least of five."""
+    ids, least = torch.ones(1, length, dtype=torch.int64), float("inf")
+    for _ in range(5):
+        begin = time.process_time()
+        net(ids, ids).backward()
+        least = min(least, time.process_time() - begin)
+    return least
+
+
+def measured(rank: int, steps: int, from_time: bool) -> dict[str, Any]:
     """Seconds of each way, measured and predicted."""
     import dataclasses
 
@@ -67,7 +78,7 @@ def measured(rank: int, steps: int) -> dict[str, Any]:
 
     import shardc
     from shardc.features.rows.arrangement import Priced, arranged, priced
-    from shardc.features.rows.seconds import of_cost
+    from shardc.features.rows.seconds import Seconds, fitted, of_cost, spread
     from shardc.runtime.data.ragged import Ragged
 
     ids = torch.zeros(ROWS, LONGEST, dtype=torch.int64)
@@ -79,6 +90,10 @@ def measured(rank: int, steps: int) -> dict[str, Any]:
     step, m = loader.balance.step, program.microbatches
     cost = program.cost("cpu") if program.spec.device is None else program.cost()
     rest = cost.step_seconds - m * of_cost(cost)
+    if from_time:
+        terms = torch.tensor(dataclasses.astuple(fitted({n: timed(Model(), n) for n in spread(LENGTHS)})))
+        dist.broadcast(terms, 0)
+        step = dataclasses.replace(step, seconds=Seconds(*terms.tolist()))
     collate = loader._collate.args[0]
 
     def part(samples: list[int], p: Priced) -> Ragged:
@@ -114,10 +129,10 @@ def measured(rank: int, steps: int) -> dict[str, Any]:
     return {"measured": spent, "computed": computed, "predicted": expected}
 
 
-def main(steps: int = 12) -> None:
+def main(steps: str = "12", how: str = "") -> None:
     from tests.bench.gloo import on_ranks
 
-    ranks = on_ranks(measured, 2, steps)
+    ranks = on_ranks(measured, 2, int(steps), how == "timed")
     found = ranks[0]
     for name, busy in found["computed"].items():  # of the rank that computes longest in each step
         found["computed"][name] = [max(x) for x in zip(busy, *(r["computed"][name] for r in ranks[1:]), strict=True)]
@@ -127,7 +142,7 @@ def main(steps: int = 12) -> None:
     )
     print("|---|---:|---:|---:|---:|---:|---:|")
     for name in found["measured"]:
-        seconds = [f"{total[kind][name] / steps:.3f}" for kind in total]
+        seconds = [f"{total[kind][name] / int(steps):.3f}" for kind in total]
         gains = [total[kind]["as they come"] / total[kind][name] for kind in total]
         print(f"| {name} | {' | '.join(seconds)} | {' | '.join(f'{gain:.2f}' for gain in gains)} |")
     shares = [(gain - 1) / (gains[-1] - 1) for gain in gains]
@@ -135,4 +150,4 @@ def main(steps: int = 12) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])
