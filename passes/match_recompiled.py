@@ -43,7 +43,8 @@ class MatchRecompiled(Pass):
         errors = Errors()
         others = _named(other)
         for name, x in _named(program).items():
-            if self.options.forward:  # it may use a parameter on fewer stages, or on none
+            # it may use a parameter on fewer stages, or on none; of a table that no step changes each stage has a copy
+            if self.options.forward or (isinstance(x, Buffer) and not x.updated):
                 used = tuple(i for i, stage in enumerate(program.stages) if x.name in stage.takes)
                 x = replace(x, stages=others[name].stages) if set(used) <= set(others[name].stages) else x
             if not _fits(x, others[name]):

@@ -36,6 +36,7 @@ FEATURES = {
     "hub": (),
     "trackers": (),
     "text": (),
+    "rows": ("batch.balance",),
 }
 
 

@@ -256,3 +256,18 @@ def test_what_cannot_be_made_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     p.save(tmp_path / "p")
     with pytest.raises(shardc.ShardcError, match="the program was compiled for"):  # an artifact has no model
         step(shardc.load(tmp_path / "p"), small)
+
+
+def test_a_table_that_another_length_needs_on_fewer_stages() -> None:
+    """Stages of other lengths are cut elsewhere in forward: the second one gets what it computed from a table."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    net = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=2, **sizes))
+    ids = torch.ones(16, 256, dtype=torch.long)
+    made = {"shardc": 1, "mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 16}}
+    one = shardc.compile(net, {"input_ids": ids, "labels": ids}, made, prove=False)
+    assert one.resize is not None
+    other = one.resize(one, {"input_ids": ids[:, :16], "labels": ids[:, :16]}, ((16, 16), (16, 16)), "as compiled")
+    assert [b.stages for b in one.buffers if b.fqn] != [b.stages for b in other.buffers if b.fqn]
+    assert one.params == other.params

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardc.ir.program import Program
 from shardc.runtime.data.inputs import batch_dims, leaves, name_of, type_name
+from shardc.runtime.data.ragged import Ragged
 from shardc.runtime.data.sampler import Order
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_BATCH, SAME_OPTIMIZER, Fact, fingerprint, hashed, slots_of, stated
@@ -88,6 +89,20 @@ ROWS = "the number of rows in the part of the batch"
 
 def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     """Return facts of the global batch, or of the part that ranks share, such as a tensor-parallel group."""
+    if isinstance(batch, Ragged):
+        fix = "make one engine.loader(...) of the same dataset on all ranks, and pass each part to one step"
+        by_rows = {
+            a
+            for x in program.inputs
+            for axis, _ in x.layout.shards(batch_dims(program)[x.name] or 0)
+            for a in program.mesh.digits(axis)
+        }
+        axes, where = tuple(a for a in program.mesh.names if a in by_rows), "its part of the batch"
+        given = [x for part in batch.parts for _, x in leaves(part) if isinstance(x, Tensor)]
+        return [
+            stated("the lengths of the step's microbatches", batch.every, where=where, fix=fix),
+            Fact("the part of the batch", fingerprint(given), axes, where, SAME_BATCH),
+        ]
     tensors = {path: x for path, x in sorted(leaves(batch), key=lambda leaf: name_of(leaf[0])) if isinstance(x, Tensor)}
     names = ", ".join(f"{name_of(path)} {type_name(x.dtype, x.shape)}" for path, x in tensors.items())
     if not local:

@@ -284,6 +284,22 @@ def rows(program: Program) -> int:
     return min((x.shape[d] for x in program.inputs if (d := dims[x.name]) is not None), default=1)
 
 
+def repeated(program: Program, batch: Any, mesh: Any) -> Any:
+    """Return a rank's rows of one microbatch, whole along other dims, once for each: its part of a batch."""
+    dims, coords = batch_dims(program), program.mesh.coords(mesh.rank)
+    by_path = {x.path: x for x in program.inputs}
+
+    def part(path: Path, leaf: Any) -> Any:
+        if path not in by_path or not isinstance(leaf, Tensor) or leaf.dim() != len(by_path[path].shape):
+            return leaf
+        x, d = by_path[path], dims[by_path[path].name]
+        cut = Layout(tuple((a, s) for a, s in x.layout.shards() if s.dim != d))
+        leaf = leaf if cut.problem(leaf.shape, program.mesh) else cut.local(leaf, program.mesh, coords)
+        return leaf if d is None or x.microbatch is None else torch.cat([leaf] * program.microbatches, d)
+
+    return mapped(batch, (), part)
+
+
 def microbatches(program: Program, parts: Sequence[Tensor]) -> list[list[Tensor]]:
     """Cut the result of `take` into the step's microbatches."""
     cut: list[list[Tensor]] = [[] for _ in range(program.microbatches)]

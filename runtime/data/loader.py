@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch.utils.data import DataLoader, default_collate
 from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
+from shardc.optional import needed
 from shardc.runtime.data.inputs import batch_dims, mapped, name_of
+from shardc.runtime.data.ragged import Ragged, by_microbatch
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
 from shardc.runtime.data.samples import Tensors, check_again, is_map_style
@@ -65,6 +68,14 @@ class Loader:
         self.order = Order(size, self.batch_size, self._samples(), shuffle, seed, rest=not drop_last)
         self._check(drop_last, options)
         self._collate = Tensors(program) if collate_fn in (None, default_collate) else collate_fn
+        #: Decides which rank reads which sample of a batch (shardc.features.rows); None: by their order. Held-out data
+        #: have no name, and are read in order.
+        self.balance: Any = None
+        if name is not None and getattr(program.spec.batch, "balance", False):
+            self.balance = needed("rows", "runtime", "Balance")(self, self._collate, drop_last=drop_last)
+            self.order.arrange = self.balance.arranged
+            if self.balance.ragged:
+                self._collate = partial(by_microbatch, self._collate, program.microbatches)
         # the workers' seeds come from a separate generator: the process's is unchanged
         self.options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
         self._reading: DataLoader[Any] | None = None
@@ -98,8 +109,12 @@ class Loader:
             if isinstance(part, Failed):
                 raise part.again()
             nonempty, rest = True, self.order.at_rest
+            lengths = self.balance.lengths_of_next() if self.balance is not None else None
             self.order.advance()
-            yield part if isinstance(part, Rest) else Rest(part) if rest else self._cut(part)
+            if lengths is not None:
+                yield Ragged(tuple(part), *lengths)
+            else:
+                yield part if isinstance(part, Rest) else Rest(part) if rest else self._cut(part)
         if stream:
             if not nonempty:
                 fault = f"the dataset ends before one global batch of {self.batch_size} samples"
@@ -208,8 +223,9 @@ class Loader:
             raise ShardcError(fault, where=self.where, fix=f"leave it out, or compile with a batch of {requested}")
         return batch
 
-    def _samples(self) -> Tensor:
-        """Return the places in a global batch that this rank reads, by the layouts: i64[local batch]."""
+    def _samples(self, coords: Mapping[str, int] | None = None) -> Tensor:
+        """Return the places in a global batch that a rank reads, by the layouts: i64[local batch]. None: this rank."""
+        coords = self._coords if coords is None else coords
         indices: Tensor | None = None
         for x in self.program.inputs:
             d = self._dims[x.name]
@@ -217,7 +233,7 @@ class Loader:
                 continue
             rows = x.shape[d] // self.batch_size  # of one sample
             layout = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
-            places = layout.local(torch.arange(x.shape[d]) // rows, self.program.mesh, self._coords)
+            places = layout.local(torch.arange(x.shape[d]) // rows, self.program.mesh, coords)
             samples = places[::rows]
             if not torch.equal(places, samples.repeat_interleave(rows)) or (
                 indices is not None and not torch.equal(indices, samples)

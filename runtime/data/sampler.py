@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class Order(Sampler[list[Key]]):
 
     size: samples in the dataset; None for a stream, which is only counted. batch: samples in a global batch; mine: the
     places in it that this rank reads, i64[local batch]. rest: all ranks also read samples that fill no batch. epoch,
-    consumed: where the next batch begins.
+    consumed: where the next batch begins. arrange: puts the samples of a batch in another order, the same on all ranks.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Order(Sampler[list[Key]]):
         self.rest = rest
         self.size, self.batch, self.mine, self.shuffle, self.seed = size, batch, mine, shuffle, seed
         self.epoch = self.consumed = 0
+        self.arrange: Callable[[Tensor], Tensor] = lambda samples: samples
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch."""
@@ -40,7 +41,7 @@ class Order(Sampler[list[Key]]):
         assert self.size is not None
         order, epoch = self.whole(), self.epoch
         for begin in range(self.consumed, self.size - self.batch + 1, self.batch):
-            yield [(epoch, i) for i in order[begin : begin + self.batch][self.mine].tolist()]
+            yield [(epoch, i) for i in self.arrange(order[begin : begin + self.batch])[self.mine].tolist()]
         left = (self.size - self.consumed) % self.batch
         if self.rest and left:
             yield [(epoch, i) for i in order[self.size - left :].tolist()]

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from shardc.errors import ShardcError
+from shardc.ir.patterns import match
 from shardc.ir.program import Program
-from shardc.runtime.data.inputs import Path, batch_dims, leaves, name_of, type_name
+from shardc.runtime.data.inputs import Path, batch_dims, leaves, mapped, name_of, type_name
 
 
 def is_map_style(data: Any) -> bool:
@@ -101,6 +103,13 @@ class Tensors:
 
     def __init__(self, program: Program) -> None:
         self.dtypes = {x.path: x.dtype for x in program.inputs}
+        #: {path of an input that the spec's `batch: {pad}` names: the number that makes all samples as long}
+        self.fills = {
+            x.path: number
+            for x in program.inputs
+            for number in [next((n for p, n in program.spec.batch.pad.items() if match(p, name_of(x.path))), None)]
+            if number is not None
+        }
         self.wanted = {path[0] for path in (*self.dtypes, *dict(program.baked)) if path}
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -110,7 +119,24 @@ class Tensors:
             samples = [
                 {k: _tensor(v) if k in others else v for k, v in x.items() if k not in left_out} for x in samples
             ]
-        return default_collate([self._tensors(x, ()) for x in samples])
+        return default_collate(self._as_long([self._tensors(x, ()) for x in samples]))
+
+    def _as_long(self, samples: list[Any]) -> list[Any]:
+        """Return samples whose inputs are padded to the longest of them, by the numbers of the spec."""
+        sizes = [
+            {p: len(x) for p, x in leaves(one) if p in self.fills and isinstance(x, Tensor) and x.dim()}
+            for one in samples
+        ]
+        longest = max((n for one in sizes for n in one.values()), default=0)
+        if all(n == longest for one in sizes for n in one.values()):
+            return samples
+
+        def longer(path: Path, x: Any) -> Any:
+            if path not in self.fills or not isinstance(x, Tensor) or not x.dim() or len(x) == longest:
+                return x
+            return pad(x, (*[0, 0] * (x.dim() - 1), 0, longest - len(x)), value=self.fills[path])
+
+        return [mapped(one, (), longer) for one in samples]
 
     def _tensors(self, value: Any, path: Path) -> Any:
         if path in self.dtypes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -71,6 +72,17 @@ class Interpreter:
             #: How many totals there are, if forward computes some of them (`ops.summed`); else 0.
             self._total_count = max((int(str(n.args[2])) + 1 for n in calls), default=0)
         self.added_buffers = {b.name for b in program.buffers if b.adds}  # new values add up over microbatches
+        self._each: tuple[Interpreter, ...] = ()
+
+    def of(self, microbatch: int) -> Interpreter:
+        """Return the interpreter that runs a microbatch: itself, unless microbatches have lengths of their own."""
+        return self._each[microbatch] if self._each else self
+
+    def with_each(self, each: Sequence[Interpreter]) -> Interpreter:
+        """Return this interpreter with one for each microbatch, of the same model for other lengths."""
+        other = copy.copy(self)
+        other._each = tuple(each)
+        return other
 
     def compute_totals(self, values: Values) -> None:
         """Compute the sums over all microbatches that each microbatch needs, before a step (shardc.passes.accumulate).
@@ -95,9 +107,10 @@ class Interpreter:
         """Run the prologue, which uses no parameters, on each microbatch, and add up its results."""
         totals: list[Tensor] = []
         for i, microbatch in enumerate(values if self._prologue is not None else ()):
-            assert self._prologue is not None
+            one = self.of(i)
+            assert one._prologue is not None
             self.mesh.step.set_microbatch(i, len(values))
-            sums, _ = self._prologue(*(microbatch.get(n) for n in self._prologue_inputs))
+            sums, _ = one._prologue(*(microbatch.get(n) for n in one._prologue_inputs))
             totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else list(sums)
         return totals
 

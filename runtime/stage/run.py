@@ -38,6 +38,7 @@ from shardc.runtime.zero.buckets import Buckets
 
 if TYPE_CHECKING:
     from shardc.runtime.stage.interpreter import Interpreter
+    from shardc.runtime.stage.runnable import RunnableStage
 
 
 Way = Literal["forward", "backward"]
@@ -152,6 +153,9 @@ class Run:
         if action.kind != "STEP":
             getattr(self, _METHODS[action.kind])(action)
 
+    def _stage(self, stage: int, microbatch: int) -> RunnableStage:
+        return self.interpreter.of(microbatch).stages[stage]
+
     def _note_activity(self, doing: str) -> None:
         if self.interpreter.pipeline_axis:
             self.mesh.activity.act(doing)
@@ -160,7 +164,7 @@ class Run:
 
     def forward(self, action: Action) -> None:
         """Run a stage's forward (F): in training its forward graph, else the stage's own graph."""
-        stage = self.interpreter.stages[action.stage]
+        stage = self._stage(action.stage, action.microbatch)
         inputs = self._forward_inputs(action)
         if self.training is None:
             with op_errors.named(stage.graph):
@@ -173,7 +177,8 @@ class Run:
 
     def _forward_inputs(self, action: Action) -> dict[str, Any]:
         """Return all inputs of a stage's forward, by name."""
-        stage, key = self.interpreter.stages[action.stage], (action.stage, action.microbatch)
+        key = (action.stage, action.microbatch)
+        stage = self._stage(*key)
         self._wait_for_receives(*key, "forward")
         received, values = self.inbox.pop(key, {}), self.values[action.microbatch]
         return {n: received[n] if n in received else values[n] for n in stage.takes}
@@ -181,7 +186,7 @@ class Run:
     def _store_results(self, action: Action, returned: Any, kept: dict[str, Any] | None) -> None:
         """Store the results of a forward. kept: for its backward, in training."""
         s, m = action.stage, action.microbatch
-        stage = self.interpreter.stages[s]
+        stage = self._stage(s, m)
         loss, new_values, sent = returned
         if self._keep_outputs:
             for name, x in zip(stage.outputs, new_values[len(stage.updates) :], strict=True):
@@ -194,7 +199,7 @@ class Run:
         if kept is not None:
             self.kept[s, m] = _Kept(loss, kept)
         out = dict(zip(stage.sends, sent, strict=True))
-        for edge in self.interpreter.edges.values():
+        for edge in self.interpreter.of(m).edges.values():
             if edge.source == s:
                 self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")
 
@@ -253,11 +258,11 @@ class Run:
     def _run_backward_graph(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
         """Run a backward graph. Returns the gradients of values that the stage received."""
         self._add_first_grads(kept, key)
-        return self.interpreter.stages[key[0]].joint.backward(kept.values, self.values[key[1]], self._buckets.launch)
+        return self._stage(*key).joint.backward(kept.values, self.values[key[1]], self._buckets.launch)
 
     def _run_weights_graph(self, kept: _Kept, key: tuple[int, int]) -> None:
         """Run the second half of a backward graph that has two."""
-        if (weights := self.interpreter.stages[key[0]].joint.weights) is not None:
+        if (weights := self._stage(*key).joint.weights) is not None:
             weights(kept.values, self.values[key[1]], self._buckets.launch)
 
     def _add_first_grads(self, kept: _Kept, key: tuple[int, int]) -> None:
@@ -265,7 +270,7 @@ class Run:
         assert self.training is not None
         self._wait_for_receives(*key, "backward")
         loss_grad = None if kept.loss is None else self.training.scale(torch.ones_like(kept.loss))
-        kept.values |= self.interpreter.stages[key[0]].joint.named_grads(self.grads.pop(key, {}), loss_grad)
+        kept.values |= self._stage(*key).joint.named_grads(self.grads.pop(key, {}), loss_grad)
 
     def _pair(self, forward: Action, backward: Action) -> None:
         """Run a forward and a backward as one graph. The backward's half sees its own microbatch as the current one."""
@@ -301,7 +306,7 @@ class Run:
     def _deliver_grads(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
         """Deliver gradients of received values: at once to stages of this rank; the rest waits to be sent."""
         s, m = action.stage, action.microbatch
-        for edge in self.interpreter.edges.values():
+        for edge in self.interpreter.of(m).edges.values():
             if edge.target == s:
                 edge_grads = {}
                 for name, value in edge.differentiable():
@@ -340,7 +345,8 @@ class Run:
         """Return the edge over which an action sends or receives, and the direction."""
         stage, peer = action.stage, action.peer
         source, target = (stage, peer) if action.kind in ("SEND_F", "RECV_B") else (peer, stage)
-        return self.interpreter.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
+        edges = self.interpreter.of(action.microbatch).edges
+        return edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
 
     def post(self, action: Action) -> None:
         """Begin to receive (RECV_F, RECV_B)."""

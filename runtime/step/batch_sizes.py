@@ -47,6 +47,27 @@ def cast_and_pad(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any
     return _padded(program, mesh, batch, section.lengths, section.pad, local=local) if section.pad else batch
 
 
+def padded_to(program: Program, mesh: Any, batch: Any, length: int) -> Any:
+    """Return a batch in the compiled dtypes, padded to this length. Raises ShardcError if it is longer."""
+    section = program.spec.batch
+    longer = replace(program, spec=replace(program.spec, batch=section.model_copy(update={"lengths": (length,)})))
+    return cast_and_pad(longer, mesh, batch, local=False)
+
+
+def length_inputs(program: Program) -> dict[str, int]:
+    """Return {input that has the batch's length, by a number of `pad`: the dim of it}."""
+    dims, patterns = batch_dims(program), program.spec.batch.pad
+    named = [x for x in program.inputs if any(match(pattern, name_of(x.path)) for pattern in patterns)]
+    at = {x.name: 0 if dims[x.name] == 1 else 1 for x in named}
+    return {x.name: at[x.name] for x in named if len(x.shape) > at[x.name]}
+
+
+def shapes_of_length(program: Program, length: int) -> Shapes:
+    """Return the global shapes of a batch with as many rows as the compiled one, and of this length."""
+    at = length_inputs(program)
+    return tuple(tuple(length if at.get(x.name) == d else n for d, n in enumerate(x.shape)) for x in program.inputs)
+
+
 def _inputs_in(program: Program, batch: Any) -> list[tuple[Input, Any]]:
     by_path = dict(leaves(batch))
     return [(x, by_path[x.path]) for x in program.inputs if x.path in by_path]

@@ -14,6 +14,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
+from shardc.runtime.data.ragged import Ragged
 from shardc.runtime.data.worker import Rest
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
@@ -65,6 +66,8 @@ class LocalModel:
 
         choices: given beside the batch (shardc.features.choices).
         """
+        if isinstance(batch, Ragged):
+            return self._take_ragged(batch, checks)
         if isinstance(batch, Rest):  # an epoch's last, smaller batch, which is whole on every rank
             batch, local = batch.batch, False
         batch = inputs.prepared(self.program, batch, choices, local=local)
@@ -81,6 +84,30 @@ class LocalModel:
         return interpreter, [
             {**stored, **dict(zip((x.name for x in program.inputs), part, strict=True))} for part in parts
         ]
+
+    def _take_ragged(self, batch: Ragged, checks: CheckHooks) -> tuple[Interpreter, Values]:
+        """Cut this rank's part of each microbatch, and choose the program of its length. Collective."""
+        checks.batch(batch, local=True)
+        self.gather_written()
+        by_length = {}
+        for length in batch.every:
+            shapes = batch_sizes.shapes_of_length(self.program, length)
+            same = shapes == tuple(x.shape for x in self.program.inputs)
+            by_length[length] = (
+                (self.interpreter, {}) if same else self._recompile(batch.parts[0], shapes, "as compiled", known=True)
+            )
+        each, values = list[Interpreter](), list[dict[str, Any]]()
+        for i, (part, length) in enumerate(zip(batch.parts, batch.lengths, strict=True)):
+            interpreter, constants = by_length[length]
+            program, part = interpreter.program, batch_sizes.padded_to(self.program, self.mesh, part, length)
+            # the engine takes a rank's rows of all microbatches: those of this one, at the place of each
+            taken = inputs.take(program, inputs.repeated(program, part, self.mesh), self.mesh, local=True)
+            mine = inputs.microbatches(program, taken)[i]
+            each.append(interpreter)
+            values.append(
+                {**self.stored(), **constants, **dict(zip((x.name for x in program.inputs), mine, strict=True))}
+            )
+        return self.interpreter.with_each(each), values
 
     def _taken(self, program: Program, batch: Any, *, local: bool) -> list[Tensor]:
         """Cut this rank's part. Raise one rank's error on all, if choices are given: each rank checks only its own."""
@@ -143,13 +170,20 @@ class LocalModel:
         can_compile = use == "score" or self.program.resize is not None
         if not can_compile or (shapes is None and use == "as compiled"):
             return self.interpreter, {}
-        key = shapes or tuple(x.shape for x in self.program.inputs), use
+        return self._recompile(batch, shapes or tuple(x.shape for x in self.program.inputs), use)
+
+    def _recompile(
+        self, batch: Any, shapes: batch_sizes.Shapes, use: batch_sizes.Use, *, known: bool = False
+    ) -> tuple[Interpreter, dict[str, Tensor]]:
+        """Compile once for these shapes. Collective. known: a loader has said so already."""
+        key = shapes, use
         if key not in self._recompiled:
             start = time.perf_counter()
             program = batch_sizes.recompile(self.program, batch, key[0], self.mesh, use=use)
             self._recompiled[key] = self._make_interpreter(program, self.mesh), constants(program, self.mesh)
             purpose = "scoring" if use == "score" else batch_sizes.sizes_text(self.program, key[0]) or "evaluating"
-            self.mesh.note(f"compiled for {purpose} in {time.perf_counter() - start:.1f} s")
+            if not known:
+                self.mesh.note(f"compiled for {purpose} in {time.perf_counter() - start:.1f} s")
         return self._recompiled[key]
 
     @cached_property

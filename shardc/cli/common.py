@@ -31,6 +31,7 @@ from shardc.runtime.time_limits import FAILING
 
 if TYPE_CHECKING:
     from shardc.api import Program
+    from shardc.cli.model_file import ModelFile
 
 collect_seldom()  # a rank that trains restores the default (ranks/job.py)
 
@@ -272,6 +273,13 @@ def example_sizes(program: Program) -> dict[str, Any]:
     """
     given = {k: x for k, x in program.meta.get("example", {}).items() if k in ("batch", "seq", "data") and x}
     return {k: x for k, x in given.items() if k != "data" or os.path.isabs(x)}
+
+
+def file_of(program: Program) -> ModelFile:
+    """Return the model file that a program was compiled from."""
+    from shardc.cli import model_file
+
+    return model_file.load(str(program.meta["model_ref"]), **example_sizes(program))
 
 
 def _check_source(folder: str, program: Program, model: str | None, *, refuse: bool) -> None:

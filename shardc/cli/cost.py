@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from shardc.cli import common
-from shardc.cli.options import Named, names_program, option
+from shardc.cli.options import LengthsOption, Named, names_program, option
+from shardc.optional import needed
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -26,6 +27,7 @@ def command(
             "once measured)"
         ),
     ] = None,
+    lengths: LengthsOption = None,
 ) -> None:
     """Show where the time of a step goes, line by line, and where a run differs from the prediction."""
     with common.reporting(named.debug, named.as_json) as show:
@@ -38,6 +40,11 @@ def command(
         program = common.program_of(named, as_compiled=True)
         if device is None and run is not None and program.spec.device is None:
             device = run.timed[0].kind
+        if lengths is not None:
+            file = common.file_of(program)
+            gain = needed("rows", "report", "gain")(program, lengths, file, chosen(device, program.spec))
+            show(str(gain), gain.to_json)
+            return
         cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(named.model))
         if run is not None:
             rows = waterfall.compare(cost, run)
@@ -53,12 +60,10 @@ def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
 
     The model file of a compiled folder is not imported: the optimizer is the spec's then, or AdamW.
     """
-    from shardc.cli import model_file
     from shardc.cost.step import cost
     from shardc.runtime.step.engine_optimizer import of_spec
 
-    ref, sizes = str(program.meta["model_ref"]), common.example_sizes(program)
-    optimizer = None if compiled else model_file.load(ref, **sizes).optimizer
+    optimizer = None if compiled else common.file_of(program).optimizer
     clip, norm = program.spec.run.clip, not program.forward_only
     return cost(
         program, on, optimizer or of_spec(program), on=lambda rank, done, total: None, clip_norm=clip, norm=norm

@@ -49,6 +49,12 @@ DataOption = Annotated[
 ]
 FullOption = Annotated[bool, option("show every layer (by default equal layers are folded)")]
 DebugOption = Annotated[bool, option("show the traceback of an error")]
+LengthsOption = Annotated[
+    str | None,
+    option(
+        "predict what balanced rows gain: a file of lengths (`300`, or `300 17` for 17 rows), or `data`: data('train')"
+    ),
+]
 PushOption = Annotated[str | None, option("upload the weights and their card to ORG/NAME of the Hugging Face hub")]
 
 

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from shardc.cli.common import check_outputs, is_artifact, print_error, progress, reporting
-from shardc.cli.options import BatchOption, DebugOption, JsonOption, SeqOption, option
+from shardc.cli.options import BatchOption, DebugOption, JsonOption, LengthsOption, SeqOption, option
 from shardc.errors import ShardcError
+from shardc.optional import needed
 
 if TYPE_CHECKING:
     from shardc.plan import Plan
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 #: Columns of a table that is written to a file.
 WIDE = 200
 #: Names of the work that is done before pricing.
-PREPARING = ("loading the model", "capturing")
+PREPARING = ("loading the model", "capturing", "balancing rows")
 
 
 def command(
@@ -52,6 +53,7 @@ def command(
     headroom: Annotated[
         float, option("share of a device's memory to leave (default: none), beside what libraries take")
     ] = 0.0,
+    lengths: LengthsOption = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
     as_json: JsonOption = False,
@@ -95,6 +97,10 @@ def command(
                 tokens=tokens,
                 on=on,
             )
+            gain = None
+            if lengths is not None:
+                on("balancing rows", 0, 0)
+                gain = needed("rows", "report", "gain_of_plan")(plan, lengths, file)
         fits = bool(plan.candidates) and plan.candidates[0].fits
         failure = plan.lacking() if not fits and not given else None
         if output and fits:
@@ -105,9 +111,11 @@ def command(
         written = [str(file) for file in (output if fits else None, html) if file]
         if not as_json:
             _print(plan, given=len(given or ()) == 1)
+        shown = [*([str(gain)] if gain is not None else []), *(f"written to {file}" for file in written)]
+        balance = {"lengths": gain.to_json()} if gain is not None else {}
         show(
-            "\n".join(f"written to {file}" for file in written),
-            lambda: {**plan.to_json(), "output": str(output) if output and fits else None, **errors},
+            "\n".join(shown),
+            lambda: {**plan.to_json(), **balance, "output": str(output) if output and fits else None, **errors},
         )
         if failure:
             for text in failure.texts():

@@ -7,6 +7,7 @@ hub             model cards, and uploads to the Hugging Face hub
 trackers        a run in W&B, MLflow, TensorBoard, OpenTelemetry
 text            rows of tokens, of chats and documents      choices      experts and keys, recorded or replayed
 parts           parts of the model that have their own mesh
+rows            rows of every length, balanced by seconds
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 

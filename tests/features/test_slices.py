@@ -37,6 +37,7 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "hub": ({}, ["shardc.optional.needed('hub', 'upload', 'prepare')('org/name', None)"]),
     "trackers": ({}, ["__import__('shardc.cli.run', fromlist=['run'])._settings(program.spec.run, track=('wandb',))"]),
     "text": ({}, ["shardc.text.chats([], '', 8)"]),
+    "rows": ({"batch": {"balance": True}}, ["shardc.compile(model, batch, spec | {'batch': {'balance': True}})"]),
 }
 #: A process that has what shardc takes of others, and of which each feature's is a fork: it imports shardc without the
 #: feature's folder. Imports fail there as they do when the folder is not there.

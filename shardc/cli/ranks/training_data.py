@@ -109,7 +109,7 @@ class Batches:
         if order is not None and order.size is not None:
             order = copy.copy(order)
             order.epoch, consumed = self._place
-            return order.whole()[consumed : consumed + rows]
+            return order.arrange(order.whole()[consumed : consumed + rows])
         end = order.consumed if order is not None else rows if self._endless else self._count * rows
         return torch.arange(end - rows, end)
 

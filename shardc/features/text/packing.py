@@ -40,7 +40,10 @@ def best_fit(lengths: Sequence[int], seq: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Form:
-    """How documents become rows. kind: a document's name, for people. window: documents that are packed at a time."""
+    """How documents become rows. kind: a document's name, for people. window: documents that are packed at a time.
+
+    fill: all rows have `seq` tokens; else a row is as long as its documents.
+    """
 
     kind: str
     seq: int
@@ -48,6 +51,7 @@ class Form:
     window: int
     positions: bool
     pad: int
+    fill: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("seq", 2), ("window", 1)):
@@ -71,14 +75,16 @@ class Form:
         Positions begin again with each document, by which attention keeps documents apart. The first token of a
         document is no label: what precedes it is another document. So a packed loss is that of each document alone.
         """
-        ids, labels, at = np.full(self.seq, self.pad, np.int64), np.full(self.seq, -100, np.int64), 0
-        place = np.arange(self.seq)
+        documents = list(documents)
+        seq = self.seq if self.fill else sum(len(tokens) for tokens, _ in documents)
+        ids, labels, at = np.full(seq, self.pad, np.int64), np.full(seq, -100, np.int64), 0
+        place = np.arange(seq)
         for tokens, learned in documents:
             end = at + len(tokens)
             ids[at:end], place[at:end] = tokens, np.arange(len(tokens))
             labels[at + 1 : end] = np.where(learned, ids[at:end], -100)[1:]
             at = end
-        place[at:] = np.arange(self.seq - at)
+        place[at:] = np.arange(seq - at)
         columns = {"input_ids": ids, "labels": labels} | ({"position_ids": place} if self.positions else {})
         return {name: torch.from_numpy(x) for name, x in columns.items()}
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ def chats(
     long: Literal["drop", "cut"] = "drop",
     window: int = TOGETHER,
     positions: bool = True,
+    fill: bool = True,
 ) -> Rows | RowStream:
     """Return rows of conversations, with labels on what the assistant wrote, for data(split) and engine.loader.
 
@@ -44,10 +46,11 @@ def chats(
     (from, value), or `prompt` and `completion`; `tools` and other keys go to the template. tokenizer: of transformers,
     or its folder. seq: tokens of a row. pack: several conversations a row, kept apart by position_ids; window: packed
     at a time. long: what becomes of a conversation of more than `seq` tokens. positions: rows have position_ids; a
-    model that does not take them cannot part packed rows. Raises ShardcError for a conversation that it cannot mask.
+    model that does not take them cannot part packed rows. fill: pad each row to `seq`; else `batch: {pad}` of the spec
+    pads rows. Raises ShardcError for a conversation that it cannot mask.
     """
     tokenizer = loaded(tokenizer)
-    form = Form("conversation", seq, long, window if pack else 1, positions, pad_of(tokenizer))
+    form = Form("conversation", seq, long, window if pack else 1, positions, pad_of(tokenizer), fill)
     read_by = partial(_conversations, source, ChatTokens(tokenizer), form)
     return _rows(form, source, read_by, (tokenizer.chat_template, len(tokenizer)), tokenizer)
 
@@ -193,9 +196,19 @@ class Rows(Dataset[dict[str, Tensor]]):
         return self._form.row([(self._ids[cut], self._learned[cut]) for cut in cuts])
 
     @property
+    def lengths(self) -> list[list[int]]:
+        """The tokens of each document of each row; what fills a row up is one more."""
+        rows = [np.diff(self._at[a : b + 1]).tolist() for a, b in pairwise(self._rows)]
+        return [
+            [*row, self._form.seq - sum(row)] if self._form.fill and sum(row) < self._form.seq else row for row in rows
+        ]
+
+    @property
     def summary(self) -> str:
         seq, n, full = self._form.seq, len(self), len(self._ids) / (self._form.seq * len(self))
         how = "packed into" if self._form.window > 1 else "in"
+        if not self._form.fill:
+            return f"{self._form.counted(self.counts)}, {how} {n:,} row{'s' * (n != 1)} of up to {seq}"
         return f"{self._form.counted(self.counts)}, {how} {n:,} row{'s' * (n != 1)} of {seq} ({full:.0%} full)"
 
 

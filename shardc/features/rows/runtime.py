@@ -1,0 +1,198 @@
+"""Answer a loader: which rank and microbatch takes which sample of a step, and how long each microbatch is.
+
+The samples of a step are those of the sampler, whatever the mesh. Lengths are known before training: the dataset says
+them (`lengths`), or each rank reads a part of the samples once. So every rank computes the same order, no rank sends
+anything for it, and a resumed run on another mesh goes on at the same sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.features.rows import same_step
+from shardc.features.rows.arrangement import Step, arranged, row
+from shardc.features.rows.seconds import Seconds, fitted, leaves_out, of_program, spread
+from shardc.ir.program import Program
+from shardc.runtime.data.inputs import batch_dims, leaves
+from shardc.runtime.data.loader import Loader
+from shardc.runtime.step import batch_sizes
+
+_WHERE = "batch.balance"
+Collate = Callable[[list[Any]], Any]
+#: Steps whose order is kept: workers read ahead.
+_KEPT = 64
+#: The most lengths that an error suggests.
+SUGGESTED = 6
+
+
+class Balance:
+    """The order of a loader's samples. ragged: microbatches have lengths of their own. Collective."""
+
+    def __init__(self, loader: Loader, collate: Collate, *, drop_last: bool) -> None:
+        self._loader, program, mesh = loader, loader.program, loader.mesh
+        self._refuse(program, drop_last=drop_last)
+        self.rows = [row(x) for x in _lengths(loader, collate)]
+        named, length, sizes = (
+            sorted(program.spec.batch.lengths),
+            row_length(program),
+            sorted({r.length for r in self.rows}),
+        )
+        self.ragged = bool(named) and sizes[0] != sizes[-1]
+        longest = named[-1] if named else length
+        if sizes[-1] > longest:
+            fault = f"samples have {sizes[0]} to {sizes[-1]} tokens, more than {longest}"
+            fix = f"write batch: {{lengths: {suggested(sizes)}, pad: {{...}}}}, or cut the samples"
+            raise ShardcError(fault, where="batch.lengths", fix=fix)
+        lengths = sorted({next(n for n in named if n >= x) for x in sizes}) if self.ragged else [length]
+        start = time.perf_counter()
+        again: Any = program.resize
+        programs: dict[int, Any] = {}
+        for n in lengths:
+            shapes = batch_sizes.shapes_of_length(program, n)
+            same = shapes == tuple(x.shape for x in program.inputs)
+            programs[n] = (
+                program if same else batch_sizes.recompile(program, again.batch, shapes, mesh, use="as compiled")
+            )
+        if self.ragged:
+            mesh.note(f"compiled for lengths {', '.join(map(str, lengths))} in {time.perf_counter() - start:.1f} s")
+        self._noted(program)
+        self._places, self._group = self._joined(same_step.joined_axes(programs))
+        device = (
+            None if program.spec.device is not None else str(mesh.device.type)
+        )  # this machine's, if it was measured
+        prices = {n: of_program(programs[n], device) for n in spread(lengths)} if mesh.rank == 0 else {lengths[0]: 0.0}
+        terms = [round(x * 1e15) for x in astuple(fitted(prices))]  # of the first rank, for all
+        self.seconds = Seconds(*(n / 1e15 for n in mesh.sum_on_host(terms)))
+        groups, m, rows = self._places.shape
+        meet, left_out = program.spec.data.zero >= 2 and m > 1, leaves_out(program)
+        padded = tuple(lengths) if self.ragged else ()
+        self.step = Step(groups, m, rows, self.seconds, meet, padded, length, left_out)
+        self._priced = lru_cache(_KEPT)(lambda samples: arranged(self.step, [self.rows[i] for i in samples]))
+        self._order: tuple[int, Tensor] | None = None
+
+    def arranged(self, samples: Tensor) -> Tensor:
+        """Return the samples of a step by their places in the global batch: i64[batch]."""
+        if len(samples) != self.step.size:
+            return samples
+        result = torch.empty_like(samples)
+        result[self._places.flatten()] = samples[list(self._priced(tuple(samples.tolist())).order)]
+        return result
+
+    def lengths_of_next(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the lengths of this rank's microbatches of the loader's next step, and all lengths of that step.
+
+        None if all are as compiled.
+        """
+        order = self._loader.order
+        if not self.ragged:
+            return None
+        if self._order is None or self._order[0] != order.epoch:
+            self._order = order.epoch, order.whole()
+        samples = self._order[1][order.consumed : order.consumed + order.batch]
+        step = self._priced(tuple(samples.tolist()))
+        m = self.step.microbatches
+        return step.lengths[self._group * m : (self._group + 1) * m], tuple(sorted(set(step.lengths)))
+
+    def _refuse(self, program: Program, *, drop_last: bool) -> None:
+        lengths, fault, fix = program.spec.batch.lengths, "", ""
+        if self._loader.order.size is None:
+            fault, fix = "a stream does not say how long its next samples are", "give a dataset with a length"
+        elif not drop_last:
+            fault, fix = "the rest of an epoch has fewer rows than a step", "leave drop_last out"
+        elif program.resize is None and lengths:
+            fault, fix = "a loaded program has no model to compile for other lengths", "compile it in this process"
+        elif program.pairs and lengths:
+            fault, fix = "two microbatches run as one graph, which has one length", "choose another schedule"
+        elif any(x.choice is not None for x in program.inputs):
+            fault, fix = "choices are recorded by place, and balance chooses the places", "leave out one of the two"
+        elif lengths and (by_rows := next((o.name for o in program.outputs if o.microbatch is not None), "")):
+            fault = f"the output {by_rows!r} has a row for each of the batch's, which would have several lengths"
+            fix = "return a number or a (sum, count) pair"
+        if fault:
+            raise ShardcError(fault, where=_WHERE, fix=f"{fix}; or leave out balance")
+
+    def _noted(self, program: Program) -> None:
+        """Note what depends on the place of a row, which balance chooses by the mesh."""
+        random = any(n.name == "rng" and n.users for s in program.stages for n in s.graph.find_nodes(op="placeholder"))
+        dropped = any(entry.capacity is not None for entry in program.spec.experts)
+        for applies, subject in ((random, "dropout draws"), (dropped, "experts of a fixed capacity drop tokens")):
+            if applies:
+                note = f"{_WHERE}: {subject} by a row's place in the batch, which now depends on the mesh"
+                self._loader.mesh.note(f"{note}: a step is one device's with the rows in that order")
+
+    def _joined(self, axes: frozenset[str]) -> tuple[Tensor, int]:
+        """Return the places of each group of ranks with rows and lengths of its own, and this rank's group.
+
+        i64[group, microbatch, row]. axes: over which ranks need one length in a microbatch.
+        """
+        mesh = self._loader.program.mesh
+        mine = [_mine(self._loader, r) for r in range(mesh.world)]
+        places = {tuple(p.flatten().tolist()): p for p in mine}
+        names = [list(places).index(tuple(p.flatten().tolist())) for p in mine]  # of each rank's rows
+        cluster = list(range(len(places)))
+        for r in range(mesh.world) if axes else ():
+            for other in mesh.group(r, tuple(axes)):
+                a, b = cluster[names[r]], cluster[names[other]]
+                cluster = [min(a, b) if c in (a, b) else c for c in cluster]
+        groups = sorted(set(cluster))
+        cells = [[p for p, c in zip(places.values(), cluster, strict=True) if c == name] for name in groups]
+        return torch.stack([torch.cat(some, 1) for some in cells]), groups.index(cluster[names[self._loader.mesh.rank]])
+
+
+def _mine(loader: Loader, rank: int) -> Tensor:
+    """Return the places in a global batch of a rank's rows: i64[microbatch, row]."""
+    return loader._samples(loader.program.mesh.coords(rank)).reshape(loader.program.microbatches, -1)
+
+
+def row_length(program: Program) -> int:
+    """Return the length of a row, as compiled: of the inputs that have a number for padding, else the longest."""
+    dims, named = batch_dims(program), batch_sizes.length_inputs(program)
+    among = [x for x in program.inputs if x.name in named] or [x for x in program.inputs if len(x.shape) > 1]
+    return max((x.shape[0 if dims[x.name] == 1 else 1] for x in among), default=1)
+
+
+def suggested(sizes: Sequence[int]) -> list[int]:
+    """Return lengths for rows of these sizes: powers of two up to the longest, few, as each costs a compilation."""
+    powers = range((sizes[0] - 1).bit_length(), (sizes[-1] - 1).bit_length() + 1)
+    return [1 << p for p in powers][-SUGGESTED:]
+
+
+def _lengths(loader: Loader, collate: Collate) -> list[int | Sequence[int]]:
+    """Return the length of each sample, or of its documents: what the dataset says, or what its samples have."""
+    size, world, rank = len(loader.dataset), loader.mesh.layout.world, loader.mesh.rank
+    known = stated(loader.dataset)
+    if known is None:
+        mine = range(rank, size, world)
+        read = {i: of_sample(loader.program, loader.dataset[i], collate) for i in mine}
+        return list(loader.mesh.sum_on_host([read.get(i, 0) for i in range(size)]))
+    if len(known) != size:
+        fault = f"the dataset's `lengths` are {len(known)}, and it has {size} samples"
+        raise ShardcError(fault, where=_WHERE, fix="give one for each sample")
+    return known
+
+
+def stated(dataset: Any) -> list[int | Sequence[int]] | None:
+    """Return what a dataset says of the lengths of its samples (`lengths`); None if it says nothing."""
+    known = getattr(dataset, "lengths", None)
+    return [x if isinstance(x, Sequence) else int(x) for x in known] if known is not None else None
+
+
+def of_sample(program: Program, sample: Any, collate: Collate) -> int:
+    """Return the length of a sample in a batch. Raises ShardcError if it has no input that has a length."""
+    dims, named = batch_dims(program), batch_sizes.length_inputs(program)
+    at = named or {x.name: 0 if dims[x.name] == 1 else 1 for x in program.inputs}
+    made = dict(leaves(collate([sample])))
+    tensors = [(made.get(x.path), at[x.name]) for x in program.inputs if x.name in at]
+    sizes = [x.shape[d] for x, d in tensors if isinstance(x, Tensor) and x.dim() > d]
+    if not sizes:
+        fault = "the samples do not have the inputs that `batch: {pad}` names, so their lengths are unknown"
+        raise ShardcError(fault, where=_WHERE, fix="give the dataset `lengths`, a number for each sample")
+    return max(sizes)

@@ -1,0 +1,118 @@
+"""Decide whether programs for several lengths may run in one step, each on microbatches and ranks of its own.
+
+They run on the same parameters and buckets (shardc.recompile). Beside that a step needs:
+
+    counts       what a program divides by comes from the batch, and not from a length
+    values       of sizes that do not depend on the length, where a step adds them up over microbatches
+    collectives  the same, in one order, between ranks with several lengths. Where their sizes depend on the length, as
+                 in an exchange of tokens between experts, or their order does, ranks need one length
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise, zip_longest
+from typing import Any
+
+from torch import fx
+
+from shardc.errors import ShardcError
+from shardc.ir.graph import calls, operands_of, source_of, values_of
+from shardc.ir.program import Program
+from shardc.ir.types import op_name
+from shardc.runtime.data.inputs import batch_dims
+
+_WHERE = "batch.balance"
+#: Ops whose result depends on how many numbers they reduce, beside these.
+_MEANS = ("mean", "var", "std", "var_mean", "std_mean", "partial_mean")
+#: Ops whose plain number is part of the result, and no size.
+_BY_NUMBER = ("mul", "div", "add", "sub", "rsub", "pow", "full")
+
+
+def joined_axes(programs: Mapping[int, Program]) -> frozenset[str]:
+    """Return the axes over which ranks need one length, of programs by their lengths."""
+    pairs = pairwise(sorted(programs))
+    return frozenset().union(*(length_axes(programs[a], programs[b], (a, b)) for a, b in pairs))
+
+
+def length_axes(one: Program, other: Program, lengths: tuple[int, int]) -> frozenset[str]:
+    """Return the axes over which ranks need one length in a microbatch, of two programs for these lengths.
+
+    Raises ShardcError if the programs may not run in one step.
+    """
+    said = f"{lengths[0]} and {lengths[1]}"
+    _check_model(one, other, said)
+    edges = [[(e.source, e.target, e.gradient) for e in p.edges] for p in (one, other)]
+    if _sums(one) != _sums(other) or edges[0] != edges[1]:
+        fault = f"the programs for rows of {said} are split in different ways, so they cannot run in one step"
+        fix = "give lengths that are nearer to each other, or name the splits in `shard`; or leave out balance"
+        raise ShardcError(fault, where=_WHERE, fix=fix)
+    by_rows = frozenset(d for axis in axes_of_rows(one) for d in one.mesh.digits(axis))
+    mine, theirs = ([x for s in p.stages for x in _collectives(s)] for p in (one, other))
+    sizes: dict[tuple[str, ...], list[list[int]]] = {}
+    for i, some in enumerate((mine, theirs)):
+        for _, axes, nbytes in some:
+            sizes.setdefault(axes, [[], []])[i].append(nbytes)
+    differ = [axes for axes, (a, b) in sizes.items() if sorted(a) != sorted(b)]
+    joined = frozenset(d for axes in differ for a in axes for d in one.mesh.digits(a)) & by_rows
+
+    def between(some: list[tuple[str, tuple[str, ...], int]]) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the collectives between ranks that may have several lengths."""
+        return [(n, axes) for n, axes, _ in some if {d for a in axes for d in one.mesh.digits(a)} & (by_rows - joined)]
+
+    return joined if between(mine) == between(theirs) else by_rows
+
+
+def axes_of_rows(program: Program) -> set[str]:
+    """Return the mesh's axes that split rows."""
+    dims = batch_dims(program)
+    return {a for x in program.inputs if (d := dims[x.name]) is not None for a, _ in x.layout.shards(d)}
+
+
+def _collectives(stage: Any) -> list[tuple[str, tuple[str, ...], int]]:
+    """Return the collectives of a step's graphs in order: (kinds and name, axes, bytes)."""
+    graphs = stage.joint.graphs.values() if stage.joint is not None else [stage.graph]
+    found = [(n.name, c) for graph in graphs for n in graph.nodes if (c := n.meta.get("collective")) is not None]
+    return [(f"{c.kind}/{c.backward} {name}", c.axes, c.bytes) for name, c in found]
+
+
+def _sums(program: Program) -> list[tuple[int, ...]]:
+    """Return the shapes of what a step adds up over microbatches."""
+    if program.prologue is None:
+        return []
+    returned: Any = program.prologue.graph.output_node().args[0]
+    return [tuple(v.shape) for n in returned[0] for v in values_of(n)]
+
+
+def _check_model(one: Program, other: Program, said: str) -> None:
+    """Raise ShardcError if the model computes something else at the other length, or divides by a number of places."""
+    fault = fix = ""
+    for a, b in zip_longest(calls(one.graph), calls(other.graph)):
+        if a is None or b is None or a.target is not b.target:
+            where = source_of(a or b)
+            fault, fix = (
+                f"{where}: forward computes something else for rows of {said}",
+                "give lengths on one side of it",
+            )
+            break
+        name = op_name(a.target)
+        by_number = name in _BY_NUMBER and _numbers(a) != _numbers(b)
+        if by_number or (name in _MEANS and _reduced(a) != _reduced(b)):
+            fault = f"{source_of(a)}: it counts places of a row, padding too, so rows of {said} would weigh otherwise"
+            fix = (
+                "count what the batch says: cross_entropy with ignore_index, or a sum divided by labels.ne(-100).sum()"
+            )
+            break
+    if fault:
+        raise ShardcError(fault, where=_WHERE, fix=f"{fix}; or leave out balance")
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    return [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, (int, float))]
+
+
+def _reduced(node: fx.Node) -> float:
+    """Return how many numbers an op makes one of."""
+    made_of, made = (math.prod(values_of(n)[0].shape) for n in (operands_of(node)[0], node))
+    return made_of / max(made, 1)
