@@ -73,7 +73,7 @@ class Annotate(Pass):
             notes += [f"{d.where}: {d.what}: {d.fix}" for d in disagreements(spec, program).values()]
         with errors.collect():
             pin_activations(spec, program, mesh, digits.of)
-        pin_parts(spec, program, digits, errors)
+        pin_parts(spec, program, digits, errors if running is None else Errors())  # of fewer rows: they stay whole
         outputs = wanted_outputs(spec, program.outputs, mesh, errors, notes, all_named=self.options.forward is True)
         if isinstance(self.options.forward, OtherForward):
             outputs = self.options.forward.outputs(outputs)

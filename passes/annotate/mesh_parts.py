@@ -93,12 +93,11 @@ def find_digits(
     for part, by_axis in pieces.items():
         for axis, outer, inner in (piece for own in by_axis.values() for piece in own):
             cuts[axis] |= {at: part.where for at in (outer, inner) if 1 < at < mesh.size(axis)}
-    for axis in sorted(weight_axes):
-        of_running = running.mesh.digits(axis) if running is not None else ()
-        if running is not None and len(of_running) > 1:
-            products = [math.prod(map(running.mesh.size, of_running[:i])) for i in range(1, len(of_running))]
-            cuts[axis] |= dict.fromkeys(products, spec.where(("mesh", axis)))
-            continue
+    used = running.mesh if running is not None else mesh
+    for axis in names:
+        sizes = [used.size(digit) for digit in used.digits(axis)]
+        cuts[axis] |= dict.fromkeys(list(accumulate(sizes, operator.mul))[:-1], spec.where(("mesh", axis)))
+    for axis in sorted(weight_axes) if running is None else ():
         of_main: Piece = (axis, 1, mesh.size(axis))
         for one in (None, *parts):
             of_axis = [of_main] if one is None else pieces[one].get(axis, [])

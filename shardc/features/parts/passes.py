@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from torch import fx
+
 from shardc.errors import Errors
 from shardc.features.parts import section
 from shardc.ir.graph import source_of
@@ -17,8 +19,12 @@ from shardc.spec.model_names import Selector, select_modules
 
 
 def mesh_parts(spec: Spec, program: Program, errors: Errors) -> Iterator[MeshPart]:
-    """Yield the parts of a canonical graph. Adds errors for patterns that match no module."""
+    """Yield the parts of a canonical graph: an op belongs to the first that names it, or else to its stage.
+
+    Adds errors for patterns that match no module.
+    """
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+    taken: set[fx.Node] = set()
     parts = section.of(spec)
     if parts:
         names = sorted({m for n in nodes for m in enclosing(source_of(n).module)})
@@ -30,7 +36,8 @@ def mesh_parts(spec: Spec, program: Program, errors: Errors) -> Iterator[MeshPar
         selected = iter(select_modules(patterns, names, program.module_aliases, errors))
         for name, part in parts.items():
             modules = {m for _ in part.modules for m in next(selected)}
-            inside = {n for n in nodes if not modules.isdisjoint(enclosing(source_of(n).module))}
+            inside = {n for n in nodes if not modules.isdisjoint(enclosing(source_of(n).module))} - taken
+            taken |= inside
             where = spec.where(("parts", name))
             yield MeshPart(f"part {name!r}", inside, part.mesh, where, f"{where} part {name!r}: {_text(part.mesh)}")
     if meshes := section.meshes(spec):
@@ -39,7 +46,7 @@ def mesh_parts(spec: Spec, program: Program, errors: Errors) -> Iterator[MeshPar
         for stage, (start, end) in enumerate(pairwise([0, *starts, len(nodes)])):
             sizes, where = meshes.get(stage, own), spec.where(("pipeline", "meshes"))
             cause = f"{where} stage {stage}: {_text(sizes)}"
-            yield MeshPart(f"stage {stage}", set(nodes[start:end]), sizes, where, cause, is_stage=True)
+            yield MeshPart(f"stage {stage}", {*nodes[start:end]} - taken, sizes, where, cause, is_stage=True)
 
 
 def _text(sizes: object) -> str:

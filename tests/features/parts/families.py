@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 import shardc
@@ -54,6 +55,37 @@ def distilled() -> tuple[nn.Module, Any]:
     return model, {"ids": zoo.tokens(), "targets": zoo.labels()}
 
 
+class Looking(nn.Module):
+    """Qwen2-VL with images of one size: sixteen patches of each row, four places of its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rotated = {"type": "mrope", "mrope_section": [2, 3, 3]}
+        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": rotated}
+        text = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, **heads}
+        vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+        ids = {"image_token_id": 127, "vision_start_token_id": 126, "vision_end_token_id": 125}
+        config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+        self.model = transformers.Qwen2VLForConditionalGeneration(config)
+
+    def forward(self, pixel_values: Tensor, input_ids: Tensor, labels: Tensor) -> Any:
+        sizes, (rows, length) = torch.tensor([[1, 4, 4]] * len(input_ids)), input_ids.shape
+        positions = torch.arange(length)[None, None].expand(3, rows, length)
+        return self.model(
+            input_ids=input_ids, pixel_values=pixel_values, image_grid_thw=sizes, position_ids=positions, labels=labels
+        ).loss
+
+
+def looking() -> tuple[nn.Module, Any]:
+    ids = zoo.tokens(120)
+    ids[:, 1:5] = 127
+    return zoo.ready(Looking(), torch.float64), {
+        "pixel_values": hf.random(zoo.BATCH * 16, 3 * 2 * 4 * 4).double(),
+        "input_ids": ids,
+        "labels": zoo.labels(120),
+    }
+
+
 def of_zoo(name: str, table: Any = hf) -> Callable[[], tuple[nn.Module, Any]]:
     return lambda: hf.build((hf_more.FAMILIES if table is hf_more else hf.FAMILIES)[name])
 
@@ -65,6 +97,7 @@ FAMILIES = {
         "*language_model.layers.0",
         microbatches=1,
     ),
+    "qwen2_vl": Family(looking, ("*visual",), "*language_model.layers.0", microbatches=1),
     "whisper": Family(of_zoo("whisper"), ("*encoder",), "*decoder.layers.0"),
     "clip": Family(of_zoo("clip"), ("vision_model",), "text_model.embeddings", microbatches=1),
     "t5": Family(zoo.t5, ("encoder",), "decoder.block.0", "*.block.*"),

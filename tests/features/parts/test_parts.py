@@ -78,6 +78,8 @@ def assert_right(p: Program) -> None:
     [
         ("llava", 2, False),
         ("llava", 8, True),
+        ("qwen2_vl", 2, False),
+        ("qwen2_vl", 5, True),
         ("whisper", 5, False),
         ("whisper", 6, True),
         ("clip", 10, False),
