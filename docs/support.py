@@ -36,6 +36,7 @@ _PIPE = {"mesh": {"pp": 2}, "batch": {"microbatches": 2}}
 _SAVE = {"match": "model.layers.*", "save": ["linear"]}
 _EXPERTS = {"match": "*.mlp.experts", "axis": "ep"}
 _SPLIT: dict[str, Any] = {"mesh": {"tp": 2}, "shard": {"use": "model"}}
+_ROWS = {"dp": -1}
 FEATURES = (
     Feature("data parallel", {"mesh": {"dp": 2}, "data": {"zero": 0}}, "zero"),
     Feature("ZeRO 1", {"mesh": {"dp": 2}, "data": {"zero": 1}}, "zero"),
@@ -57,6 +58,8 @@ FEATURES = (
     Feature("experts with capacity", {"mesh": {"ep": 2}, "experts": [{**_EXPERTS, "capacity": 1.25}]}, "experts"),
     Feature("choices recorded", {"choices": {"*.mlp.gate": "record"}}, "choices"),
     Feature("choices replayed", {"choices": {"*.mlp.gate": "replay"}}, "choices"),
+    Feature("balanced rows", {"batch": {"balance": True, "lengths": [8, 16], "pad": {"input_ids": 0, "labels": -100}}}),
+    Feature("a part's own mesh", {"mesh": {"tp": 2}, "parts": {"first": {"modules": "model.layers.0", "mesh": _ROWS}}}),
     Feature("recomputation", {"checkpoint": [_SAVE]}, "checkpoint"),
     Feature("activation offload", {"checkpoint": [{**_SAVE, "offload": "cpu"}]}, "checkpoint"),
     Feature("loss in chunks", {"loss": {"chunks": 2}}),

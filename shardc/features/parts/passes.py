@@ -25,6 +25,7 @@ def mesh_parts(spec: Spec, program: Program, errors: Errors) -> Iterator[MeshPar
     """
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     taken: set[fx.Node] = set()
+    mesh = stage_spec(spec).mesh
     parts = section.of(spec)
     if parts:
         names = sorted({m for n in nodes for m in enclosing(source_of(n).module)})
@@ -38,13 +39,13 @@ def mesh_parts(spec: Spec, program: Program, errors: Errors) -> Iterator[MeshPar
             modules = {m for _ in part.modules for m in next(selected)}
             inside = {n for n in nodes if not modules.isdisjoint(enclosing(source_of(n).module))} - taken
             taken |= inside
-            where = spec.where(("parts", name))
-            yield MeshPart(f"part {name!r}", inside, part.mesh, where, f"{where} part {name!r}: {_text(part.mesh)}")
+            where, sizes = spec.where(("parts", name)), section.resolved(part.mesh, mesh.world)
+            yield MeshPart(f"part {name!r}", inside, sizes, where, f"{where} part {name!r}: {_text(sizes)}")
     if meshes := section.meshes(spec):
-        starts = cuts.positions(nodes, spec, stage_spec(spec).mesh)
-        own = {a: n for a, n in stage_spec(spec).mesh.axes if n > 1}
+        starts = cuts.positions(nodes, spec, mesh)
+        own = {a: n for a, n in mesh.axes if n > 1}
         for stage, (start, end) in enumerate(pairwise([0, *starts, len(nodes)])):
-            sizes, where = meshes.get(stage, own), spec.where(("pipeline", "meshes"))
+            sizes, where = section.resolved(meshes.get(stage, own), mesh.world), spec.where(("pipeline", "meshes"))
             cause = f"{where} stage {stage}: {_text(sizes)}"
             yield MeshPart(f"stage {stage}", {*nodes[start:end]} - taken, sizes, where, cause, is_stage=True)
 

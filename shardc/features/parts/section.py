@@ -6,15 +6,23 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from shardc.ir.similar_names import nearest
 from shardc.spec import Spec, step_sections
 from shardc.spec import check as spec_check
-from shardc.spec.fields import ONE_OR_MANY_SCHEMA, Axis, Count, Pattern, Section, one_or_many
+from shardc.spec.fields import ONE_OR_MANY_SCHEMA, Axis, Pattern, Section, one_or_many, wrong
 from shardc.spec.yaml_reader import Path
 
-Sizes = dict[Axis, Count]
+
+def _size(value: int) -> int:
+    if value < 1 and value != -1:
+        raise wrong("a mesh axis cannot have size {value}", "sizes are at least 1; -1 is what is left", value=value)
+    return value
+
+
+_SIZE = WithJsonSchema({"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]})
+Sizes = Annotated[dict[Axis, Annotated[int, AfterValidator(_size), _SIZE]], Field(min_length=1)]
 
 
 class Part(Section):
@@ -23,8 +31,9 @@ class Part(Section):
     modules: Annotated[
         tuple[Pattern, ...], BeforeValidator(one_or_many), WithJsonSchema(ONE_OR_MANY_SCHEMA), Field(min_length=1)
     ] = Field(description="modules of the part, with all that is in them", examples=["vision_tower"])
-    mesh: Annotated[Sizes, Field(min_length=1)] = Field(
-        description="axis: size; axes of the spec's mesh, those left out have size 1", examples=[{"dp": 4}]
+    mesh: Sizes = Field(
+        description="axis: size; axes of the spec's mesh, those left out have size 1; -1 = the ranks that are left",
+        examples=[{"dp": 4}],
     )
 
 
@@ -33,7 +42,7 @@ class Pipeline(step_sections.Pipeline):
     counts of the repeated layers. meshes: of stages whose ranks form another mesh.
     """
 
-    meshes: dict[Annotated[int, Field(ge=0)], Annotated[Sizes, Field(min_length=1)]] = Field(
+    meshes: dict[Annotated[int, Field(ge=0)], Sizes] = Field(
         default={},
         description="stage: the mesh of its ranks, if it is another one; needs cut or balance",
         examples=[{0: {"dp": 4}}],
@@ -64,6 +73,12 @@ def of(spec: Spec) -> Mapping[str, Part]:
 def meshes(spec: Spec) -> Mapping[int, Mapping[str, int]]:
     """Return the meshes of stages that the spec names; {} if all stages have the same."""
     return getattr(spec.pipeline, "meshes", {})
+
+
+def resolved(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return the sizes of a mesh of so many ranks, with the one that is -1 computed; it stays if they do not divide."""
+    known = math.prod(n for n in sizes.values() if n > 0)
+    return {a: ranks // known if n == -1 and ranks % known == 0 else n for a, n in sizes.items()}
 
 
 def check(spec: spec_check.Check) -> None:
@@ -100,10 +115,15 @@ def _check_mesh(spec: spec_check.Check, path: Path, name: str, sizes: Mapping[st
         )
     if unknown or spec.mesh is None:
         return
-    ranks, own = math.prod(spec.mesh.size(a) for a in axes), math.prod(sizes.values())
+    ranks = math.prod(spec.mesh.size(a) for a in axes)
+    if list(sizes.values()).count(-1) > 1:
+        spec.add(path, f"two sizes of the mesh of {name} are -1", "write all but one of them", value=False)
+        return
+    given, sizes = math.prod(n for n in sizes.values() if n > 0), resolved(sizes, ranks)
+    own = given if -1 in sizes.values() else math.prod(sizes.values())
     if own != ranks:
         beside = f" beside {pipeline.axis}" if pipeline is not None else ""
-        fix = f"sizes whose product is {ranks}"
+        fix = f"sizes whose product is {ranks}" if -1 not in sizes.values() else f"sizes that divide {ranks}"
         spec.add(path, f"the mesh of {name} has {own} ranks, and `mesh` has {ranks}{beside}", fix, value=False)
         return
     f = spec.form

@@ -154,6 +154,7 @@ def test_zero_shards_over_all_axes_that_split_the_rows() -> None:
     p = program({"dp": 2, "tp": 2}, parts=vision(dp=4), data={"zero": 3})
     of_vision = {p.buckets[x.bucket].shard for x in p.params if x.fqn.startswith("vision.")}
     assert of_vision == {"dp+tp"}
+    assert program({"dp": 2, "tp": 2}, parts=vision(dp=-1), data={"zero": 3}).buckets == p.buckets
     assert {p.buckets[x.bucket].shard for x in p.params if x.fqn.startswith("head.")} == {"dp"}
     assert_right(p)
 
@@ -191,6 +192,9 @@ def test_a_run_goes_on_with_parts_without_them_and_in_stages(tmp_path: Path) -> 
     ("mesh", "spec", "fault", "fix"),
     [
         ({"dp": 2, "tp": 2}, {"parts": vision(dp=2)}, "has 2 ranks, and `mesh` has 4", "product is 4"),
+        ({"dp": 2, "tp": 2}, {"parts": vision(dp=-1, tp=-1)}, "are -1", "all but one"),
+        ({"dp": 2, "tp": 2}, {"parts": vision(dp=-1, tp=3)}, "has 3 ranks, and `mesh` has 4", "that divide 4"),
+        ({"dp": 2, "tp": 2}, {"parts": vision(dp=0)}, "cannot have size 0", "at least 1"),
         ({"dp": 2, "tp": 2}, {"parts": vision(dpp=4)}, "an axis 'dpp'", "did you mean 'dp'"),
         ({"tp": 4}, {"parts": vision(dp=4)}, "an axis 'dp'", "size 1 in `mesh` may be larger"),
         ({"dp": 4, "tp": 1}, {"parts": vision(dp=2, tp=2)}, "over fewer ranks than the mesh", "fewest data ranks"),
