@@ -187,6 +187,9 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, HeldOut]:
     """Return the training data and the held-out data. A resumed run uses the seed of its checkpoint."""
     seed, fix = engine.rng.seed, "return an iterable of global batches, or a torch Dataset"
     train = training_data.needed(engine, file, "train", seed, where=job.model, fix=fix)
+    if file.data is not None and not train.resumes and getattr(engine.program.spec.batch, "balance", False):
+        fix = "return a dataset of samples (shardc.text has rows of chats), or leave out balance"
+        raise ShardcError("data() gives batches, and `batch: {balance: true}` deals samples", where="data", fix=fix)
     valid = training_data.held_out(engine, file, seed)
     if valid is not None and engine.mesh.rank == 0:  # which prints it
         training_data.note_same_data(train, valid)

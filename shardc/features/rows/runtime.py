@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,9 +52,7 @@ class Balance:
             fix = f"write batch: {{lengths: {suggested(sizes)}, pad: {{...}}}}, or cut the samples"
             raise ShardcError(fault, where="batch.lengths", fix=fix)
         lengths = sorted({next(n for n in named if n >= x) for x in sizes}) if self.ragged else [length]
-        start = time.perf_counter()
-        again: Any = program.resize
-        programs: dict[int, Any] = {}
+        start, programs, again = time.perf_counter(), dict[int, Any](), cast(Any, program.resize)
         for n in lengths:
             shapes = batch_sizes.shapes_of_length(program, n)
             same = shapes == tuple(x.shape for x in program.inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import shardc
+from shardc.cli.ranks.worker import _data
 from shardc.errors import ShardcError
 from shardc.features.text.packing import Form
 from shardc.features.text.rows import Rows
@@ -337,3 +339,15 @@ def test_rows_of_text_say_their_lengths() -> None:
         assert [len(rows[i]["labels"]) for i in range(3)] == ([16] * 3 if fill else [5, 9, 3])
     packed = Rows(Form("document", 16, "drop", 8, True, 0), lambda counts: iter(documents))
     assert sorted(map(sorted, packed.lengths)) == [[2, 5, 9], [3, 13]]
+
+
+def test_data_that_are_batches_are_refused() -> None:
+    """`shardc run` would read them as they are."""
+    program = compiled(spec("dp"))
+    file = SimpleNamespace(data=lambda split: [batch_of(16)], collate=None, ref="model.py")
+
+    def work(mesh: LoopbackMesh) -> None:
+        _data(SimpleNamespace(model="model.py"), file, program.engine(NET, sgd, mesh=mesh))  # type: ignore[arg-type]
+
+    with pytest.raises(ShardcError, match=r"data\(\) gives batches, and .* deals samples\n  fix: return a dataset"):
+        loopback(program.mesh, work)
