@@ -252,7 +252,8 @@ def _depending(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
         kind = {"weights"} if n.name in params else {"batch"} if n.name in inputs else set[str]()
         depends[n] = frozenset(kind).union(*(depends[x] for x in n.all_input_nodes))
     both = {n for n, kinds in depends.items() if n.op == "call_function" and len(kinds) == 2}
-    return both, {n for n, kinds in depends.items() if kinds == {"batch"} and values_of(n)[0].dtype.is_floating_point}
+    alone = (n for n, kinds in depends.items() if kinds == {"batch"})
+    return both, {n for n in alone if any(v.dtype.is_floating_point for v in values_of(n)[:1])}
 
 
 def _leaving(spec: Spec, digits: Digits, part: MeshPart, node: fx.Node) -> Layout | None:

@@ -10,6 +10,7 @@ numbers."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -64,13 +65,21 @@ class Wide(TorchFunctionMode):
     made without a dtype are float64 too: a mask filled with float32's least number among float64 scores is an error in
     some models."""
 
+    _lock, _inside, _default = threading.Lock(), 0, torch.float32  # threads share the default dtype, and not the mode
+
     def __enter__(self) -> Any:
-        self.default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
+        with Wide._lock:
+            if not Wide._inside:
+                Wide._default = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float64)
+            Wide._inside += 1
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.set_default_dtype(self.default)
+        with Wide._lock:
+            Wide._inside -= 1
+            if not Wide._inside:
+                torch.set_default_dtype(Wide._default)
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -334,10 +334,10 @@ def test_rows_of_text_say_their_lengths() -> None:
     """Those that are filled up: what fills them is a document too. Those that are not: each is as long as it is."""
     documents = [(list(range(1, n + 1)), [True] * n) for n in (5, 9, 3)]
     for fill, expected in ((True, [[5, 11], [9, 7], [3, 13]]), (False, [[5], [9], [3]])):
-        rows = Rows(Form("document", 16, "drop", 1, True, 0, fill), lambda counts: iter(documents))
+        rows = Rows(Form("document", 16, "drop", 1, True, 0, fill), lambda counts: iter(documents), None)
         assert rows.lengths == expected
         assert [len(rows[i]["labels"]) for i in range(3)] == ([16] * 3 if fill else [5, 9, 3])
-    packed = Rows(Form("document", 16, "drop", 8, True, 0), lambda counts: iter(documents))
+    packed = Rows(Form("document", 16, "drop", 8, True, 0), lambda counts: iter(documents), None)
     assert sorted(map(sorted, packed.lengths)) == [[2, 5, 9], [3, 13]]
 
 
