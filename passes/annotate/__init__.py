@@ -69,7 +69,7 @@ class Annotate(Pass):
         with errors.collect():
             axes, unsplit = row_axes(spec, program, mesh)
             notes += unsplit
-            layouts |= input_layouts(spec, program, mesh, axes)
+            layouts |= input_layouts(spec, program, mesh, axes, digits.row_ranks)
             notes += [f"{d.where}: {d.what}: {d.fix}" for d in disagreements(spec, program).values()]
         with errors.collect():
             pin_activations(spec, program, mesh, digits.of)

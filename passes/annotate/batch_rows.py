@@ -122,8 +122,10 @@ def _axis_place(spec: Spec, axis: str) -> str:
     return spec.where(("mesh", axis) if spec.batch.axes is None else ("batch", "axes"))
 
 
-def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[str, Layout]:
+def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str], multiple: int = 1) -> dict[str, Layout]:
     """Return the layouts of inputs: rows over the batch's axes. Adds their causes to nodes.
+
+    multiple: of which the rows of a rank are, if they are padded.
 
     Raises ShardcError for all patterns that match no input, and for all sizes that ranks do not divide.
     """
@@ -139,13 +141,19 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
         if rows == 0:
             fix = "compile with a global batch of the size of a step"
             errors.add(f"input {name!r} has no rows (dim {dim})", where=spec.where(("batch",)), fix=fix)
-    layouts = _split_rows(spec, program, mesh, axes, names, errors)
+    layouts = _split_rows(spec, program, mesh, axes, names, multiple, errors)
     errors.raise_any()
     return layouts
 
 
 def _split_rows(
-    spec: Spec, program: Program, mesh: Mesh, axes: list[str], names: dict[str, str], errors: Errors
+    spec: Spec,
+    program: Program,
+    mesh: Mesh,
+    axes: list[str],
+    names: dict[str, str],
+    multiple: int,
+    errors: Errors,
 ) -> dict[str, Layout]:
     """Return the layouts of inputs whose rows the axes split. Adds one error for all inputs of the same fault.
 
@@ -161,7 +169,7 @@ def _split_rows(
             continue
         layout = layout_of({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)
         if spec.uneven == "pad":
-            layout = padded(layout, x.shape, mesh)
+            layout = padded(layout, x.shape, mesh, multiple)
         if uneven := indivisible_dim(layout, x.shape, mesh):
             axis = uneven.axes[-1]
             place = spec.where(("batch", "microbatches") if axis == MICROBATCH else ("mesh", axis))

@@ -29,7 +29,6 @@ from shardc.ir.program import Program
 from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.activations import Pin, insert_pin
 from shardc.passes.annotate.batch_rows import batch_dim, batch_rows
-from shardc.passes.annotate.padding import padded
 from shardc.spec import Spec
 
 #: (axis, outer, inner): the digits of an axis between two products of sizes. (tp, 1, 2) is the first digit, of size 2.
@@ -65,6 +64,11 @@ class Digits:
         """Return the digits that an axis of the spec means for a parameter or an op."""
         part = self.of_node.get(node)
         return self.mesh.digits(axis) if part is None else self.axes[part].get(axis, ())
+
+    @property
+    def row_ranks(self) -> int:
+        """The least common multiple of the numbers of ranks over which parts split a data rank's rows."""
+        return math.lcm(*(math.prod(map(self.mesh.size, extra)) for extra in self.rows.values()))
 
     def sizes(self, axis: str) -> set[int]:
         """Return the sizes that an axis of the spec has in the mesh, and in parts."""
@@ -224,7 +228,7 @@ def pin_parts(spec: Spec, program: Program, digits: Digits, errors: Errors) -> N
         read = dict.fromkeys(t for n in program.graph.nodes if n in nodes for t in operands_of(n))
         for node in [t for t in read if t not in nodes]:
             if node in computed or node in of_batch or node.name in dims or "pin" in node.meta:
-                layout = _layout(spec, digits.mesh, node, {dims.get(node.name, 0): digits.rows[part]})
+                layout = _layout(spec, digits, node, {dims.get(node.name, 0): digits.rows[part]})
                 pinned |= _pin(program, node, layout, part, {u for u in node.users if u in nodes}, digits.mesh)
         if part not in pinned:
             fault, fix = _indivisible(spec, program, part, digits)
@@ -241,7 +245,7 @@ def _indivisible(spec: Spec, program: Program, part: MeshPart, digits: Digits) -
     number = digits.mesh.size(MICROBATCH) if MICROBATCH in digits.mesh.names else 1
     each = f" in {number} microbatches" if number > 1 else ""
     fault = f"{part.name} splits the batch of {rows} rows over {ranks // number} ranks{each}, which do not divide it"
-    return fault, f"a batch of a multiple of {ranks} rows, or fewer data ranks in this part"
+    return fault, f"a batch of a multiple of {ranks} rows, fewer data ranks in this part, or `uneven: pad`"
 
 
 def _depending(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -263,12 +267,12 @@ def _leaving(spec: Spec, digits: Digits, part: MeshPart, node: fx.Node) -> Layou
         taken = {*mesh.digits(*spec.data_axes), *extra, *(a for a, _ in node.meta.get("pin", Layout()).items)}
         others = tuple(a for a in mesh.names if a not in taken)
         for dims in ({0: (*extra, *others)}, {0: extra, 1: others}):
-            if (layout := _layout(spec, mesh, node, dims)) is not None:
+            if (layout := _layout(spec, digits, node, dims)) is not None:
                 return layout
-    return _layout(spec, mesh, node, {0: extra})
+    return _layout(spec, digits, node, {0: extra})
 
 
-def _layout(spec: Spec, mesh: Mesh, node: fx.Node, dims: Mapping[Any, tuple[str, ...]]) -> Layout | None:
+def _layout(spec: Spec, digits: Digits, node: fx.Node, dims: Mapping[Any, tuple[str, ...]]) -> Layout | None:
     """Return a value's layout: the first dim (None: it has none) has its rows, which the batch's axes split already.
 
     None if ranks do not divide a dim.
@@ -276,19 +280,19 @@ def _layout(spec: Spec, mesh: Mesh, node: fx.Node, dims: Mapping[Any, tuple[str,
     v, row_dim = node.meta.get("value"), next(iter(dims))
     if v is None or isinstance(v, tuple) or row_dim is None:
         return None
+    mesh = digits.mesh
     placements: dict[str, Placement] = {}
     for dim, names in dims.items():
-        split = 1
-        for digit in names:
-            placements[digit] = Shard(dim, split)
-            split *= mesh.size(digit)
         of_batch = math.prod(map(mesh.size, spec.data_axes)) if dim == row_dim else 1
         size = v.shape[dim] if dim < len(v.shape) else 0
-        whole = -(-size // of_batch) * of_batch if spec.uneven == "pad" else size  # with the batch's padding
-        if not size or whole % (split * of_batch):
+        pad = spec.uneven == "pad" and dim == row_dim
+        padding, split = -size % (of_batch * digits.row_ranks) if pad else 0, 1  # the padding of the batch
+        for digit in names:
+            placements[digit] = Shard(dim, split, padding=padding)
+            split *= mesh.size(digit)
+        if not size or (size + padding) % (split * of_batch):
             return None
-    layout = Layout.of(placements, mesh)
-    return padded(layout, v.shape, mesh) if spec.uneven == "pad" else layout
+    return Layout.of(placements, mesh)
 
 
 def _pin(

@@ -21,14 +21,14 @@ from shardc.ir.program import Program
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 
 
-def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """Return the layout with every dim padded by as few entries as needed."""
+def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh, multiple: int = 1) -> Layout:
+    """Return the layout with every dim padded by as few entries as needed. multiple: of which each rank's part is."""
     for dim in {s.dim for _, s in layout.shards()}:
         outer, n = _outer_shard(layout, dim, mesh)
         stretches = 2 if outer.mirrored else 1  # of each rank in a zigzag, which is padded once, after all stretches
         blocks = outer.split // stretches
         if dim < len(shape) and not outer.sections and shape[dim] % blocks == 0:
-            layout = _with_padding(layout, dim, mesh, -(shape[dim] // blocks) % (n * stretches), blocks)
+            layout = _with_padding(layout, dim, mesh, -(shape[dim] // blocks) % (n * stretches * multiple), blocks)
     return layout
 
 

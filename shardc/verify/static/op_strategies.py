@@ -149,6 +149,9 @@ def hints(
                 for parts, digit in product(before, sorted(digits))
                 if size % parts == 0 and (size // parts + padding) % (digit * n) == 0
             )
+            of_dim = [(a, p) for a, p in splits if p.dim == d and axis == MICROBATCH]
+            for (a, p), padding in product(of_dim, merged):  # inside of a microbatch's padded rows
+                placements[a][replace(p, split=p.split * microbatches, padding=padding)] = None
     return {a: list(each) for a, each in placements.items()}
 
 

@@ -189,6 +189,15 @@ def test_a_run_goes_on_with_parts_without_them_and_in_stages(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("mesh", "wide", "microbatches"),
+    [({"dp": 5, "tp": 2}, 10, 1), ({"dp": 2, "tp": 2}, 4, 5), ({"dp": 1, "tp": 7}, 7, 1)],
+)
+def test_rows_that_ranks_do_not_divide_are_padded(mesh: dict[str, int], wide: int, microbatches: int) -> None:
+    batch = {"microbatches": microbatches}
+    assert_right(program(mesh, parts=vision(dp=wide), uneven="pad", batch=batch, data={"zero": 2}))
+
+
+@pytest.mark.parametrize(
     ("mesh", "spec", "fault", "fix"),
     [
         ({"dp": 2, "tp": 2}, {"parts": vision(dp=2)}, "has 2 ranks, and `mesh` has 4", "product is 4"),
