@@ -197,6 +197,7 @@ def test_a_place_to_meet_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPa
 
 
 def waits_for_ever(port: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
     os.environ |= world(0, port, 2)
     assert presence.begin(0.4) is not None
     TorchMesh(Mesh.of({"tp": 2}))
