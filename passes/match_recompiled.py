@@ -41,7 +41,8 @@ class MatchRecompiled(Pass):
         assert other is not None
         program = replace(program, stages=tuple(replace(s, graph=copy_graph(s.graph)) for s in program.stages))
         errors = Errors()
-        others = _named(other)
+        # in this program's digits: a batch of more rows has other ranks for rows and for tokens
+        others = {n: replace(x, layout=Layout.of(dict(x.layout.items), mesh)) for n, x in _named(other).items()}
         for name, x in _named(program).items():
             # it may use a parameter on fewer stages, or on none; of a table that no step changes each stage has a copy
             if self.options.forward or (isinstance(x, Buffer) and not x.updated):

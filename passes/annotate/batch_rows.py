@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import replace
+from itertools import accumulate
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.patterns import match
-from shardc.ir.placement import Layout
+from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.similar_names import did_you_mean
 from shardc.ir.stored import Input
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
-from shardc.passes.annotate.spec_layouts import check_fits, layout_of
-from shardc.spec import DimShard, Spec
+from shardc.passes.annotate.spec_layouts import check_fits
+from shardc.spec import Spec
 
 
 def with_microbatches(spec: Spec, program: Program) -> Spec:
@@ -167,7 +169,8 @@ def _split_rows(
         dim = batch_dim(spec, program, x)
         if dim is None or not axes or not x.shape:
             continue
-        layout = layout_of({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)
+        splits = accumulate((mesh.size(a) for a in axes[:-1]), operator.mul, initial=1)
+        layout = Layout.of({a: Shard(dim, split) for a, split in zip(axes, splits, strict=True)}, mesh)
         if spec.uneven == "pad":
             layout = padded(layout, x.shape, mesh, multiple)
         if uneven := indivisible_dim(layout, x.shape, mesh):

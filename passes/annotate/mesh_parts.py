@@ -99,7 +99,7 @@ def find_digits(
             cuts[axis] |= {at: part.where for at in (outer, inner) if 1 < at < mesh.size(axis)}
     used = running.mesh if running is not None else mesh
     for axis in names:
-        sizes = [used.size(digit) for digit in used.digits(axis)]
+        sizes = [used.size(digit) for digit in used.digits(axis)] if used.has(axis) else [mesh.size(axis)]
         cuts[axis] |= dict.fromkeys(list(accumulate(sizes, operator.mul))[:-1], spec.where(("mesh", axis)))
     for axis in sorted(weight_axes) if running is None else ():
         of_main: Piece = (axis, 1, mesh.size(axis))

@@ -23,6 +23,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime.data.inputs import batch_dims, mapped, name_of
+from shardc.runtime.data.inputs import rows as rows_of
 from shardc.runtime.data.ragged import Ragged, by_microbatch
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
@@ -65,7 +66,7 @@ class Loader:
         # a separate object, not this one: DataLoader holds its sampler, and workers only end at once if there is no
         # reference cycle
         shuffle = size is not None if shuffle is None else shuffle
-        self.order = Order(size, self.batch_size, self._samples(), shuffle, seed, rest=not drop_last)
+        self.order = Order(size, self.batch_size, samples_of(program, mesh.rank), shuffle, seed, rest=not drop_last)
         self._check(drop_last, options)
         self._collate = Tensors(program) if collate_fn in (None, default_collate) else collate_fn
         #: Decides which rank reads which sample of a batch (shardc.features.rows); None: by their order. Held-out data
@@ -73,9 +74,11 @@ class Loader:
         self.balance: Any = None
         if name is not None and getattr(program.spec.batch, "balance", False):
             self.balance = needed("rows", "runtime", "Balance")(self, self._collate, drop_last=drop_last)
-            self.order.arrange = self.balance.arranged
             if self.balance.ragged:
-                self._collate = partial(by_microbatch, self._collate, program.microbatches)
+                self.order.take = self.balance.mine
+                self._collate = partial(by_microbatch, self._collate, self.balance.rank_rows)
+            else:
+                self.order.arrange = self.balance.arranged
         # the workers' seeds come from a separate generator: the process's is unchanged
         self.options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
         self._reading: DataLoader[Any] | None = None
@@ -109,10 +112,10 @@ class Loader:
             if isinstance(part, Failed):
                 raise part.again()
             nonempty, rest = True, self.order.at_rest
-            lengths = self.balance.lengths_of_next() if self.balance is not None else None
+            sizes = self.balance.sizes_of_next() if self.balance is not None else None
             self.order.advance()
-            if lengths is not None:
-                yield Ragged(tuple(part), *lengths)
+            if sizes is not None:
+                yield Ragged(tuple(part), *sizes)
             else:
                 yield part if isinstance(part, Rest) else Rest(part) if rest else self._cut(part)
         if stream:
@@ -223,28 +226,6 @@ class Loader:
             raise ShardcError(fault, where=self.where, fix=f"leave it out, or compile with a batch of {requested}")
         return batch
 
-    def _samples(self, coords: Mapping[str, int] | None = None) -> Tensor:
-        """Return the places in a global batch that a rank reads, by the layouts: i64[local batch]. None: this rank."""
-        coords = self._coords if coords is None else coords
-        indices: Tensor | None = None
-        for x in self.program.inputs:
-            d = self._dims[x.name]
-            if d is None:
-                continue
-            rows = x.shape[d] // self.batch_size  # of one sample
-            layout = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
-            places = layout.local(torch.arange(x.shape[d]) // rows, self.program.mesh, coords)
-            samples = places[::rows]
-            if not torch.equal(places, samples.repeat_interleave(rows)) or (
-                indices is not None and not torch.equal(indices, samples)
-            ):
-                fault = "its batch dim is not split into the same whole samples on the same ranks as the other inputs"
-                fix = "split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader"
-                raise ShardcError(fault, where=name_of(x.path), fix=fix)
-            indices = samples
-        assert indices is not None
-        return indices
-
     def _is_stream(self) -> bool:
         """Return whether samples come in the dataset's own order. Raises ShardcError if it is no dataset."""
         data = self.dataset
@@ -284,6 +265,29 @@ class Loader:
             fault = f"the last batch of an epoch would be {rest}, not {self.batch_size} as compiled"
             errors.add(fault, where=self.where, fix="leave drop_last out: each epoch's order drops other samples")
         errors.raise_any()
+
+
+def samples_of(program: Program, rank: int) -> Tensor:
+    """Return the places in a global batch that a rank reads, by the layouts: i64[local batch]."""
+    dims, coords, batch = batch_dims(program), program.mesh.coords(rank), rows_of(program)
+    indices: Tensor | None = None
+    for x in program.inputs:
+        d = dims[x.name]
+        if d is None:
+            continue
+        rows = x.shape[d] // batch  # of one sample
+        layout = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
+        places = layout.local(torch.arange(x.shape[d]) // rows, program.mesh, coords)
+        samples = places[::rows]
+        if not torch.equal(places, samples.repeat_interleave(rows)) or (
+            indices is not None and not torch.equal(indices, samples)
+        ):
+            fault = "its batch dim is not split into the same whole samples on the same ranks as the other inputs"
+            fix = "split the batch of all inputs alike, or pass engine.step whole batches of your own DataLoader"
+            raise ShardcError(fault, where=name_of(x.path), fix=fix)
+        indices = samples
+    assert indices is not None
+    return indices
 
 
 class Loaders(dict[str, Loader]):

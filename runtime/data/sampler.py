@@ -19,7 +19,8 @@ class Order(Sampler[list[Key]]):
 
     size: samples in the dataset; None for a stream, which is only counted. batch: samples in a global batch; mine: the
     places in it that this rank reads, i64[local batch]. rest: all ranks also read samples that fill no batch. epoch,
-    consumed: where the next batch begins. arrange: puts the samples of a batch in another order, the same on all ranks.
+    consumed: where the next batch begins. arrange: puts the samples of a batch in another order, the same on all ranks;
+    take: returns those of a batch that this rank reads.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Order(Sampler[list[Key]]):
         self.size, self.batch, self.mine, self.shuffle, self.seed = size, batch, mine, shuffle, seed
         self.epoch = self.consumed = 0
         self.arrange: Callable[[Tensor], Tensor] = lambda samples: samples
+        self.take: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch."""
@@ -40,8 +42,9 @@ class Order(Sampler[list[Key]]):
         """Yield the rest of the epoch. Workers read ahead, so this does not move the position."""
         assert self.size is not None
         order, epoch = self.whole(), self.epoch
+        take = self.take or (lambda samples: self.arrange(samples)[self.mine])
         for begin in range(self.consumed, self.size - self.batch + 1, self.batch):
-            yield [(epoch, i) for i in self.arrange(order[begin : begin + self.batch])[self.mine].tolist()]
+            yield [(epoch, i) for i in take(order[begin : begin + self.batch]).tolist()]
         left = (self.size - self.consumed) % self.batch
         if self.rest and left:
             yield [(epoch, i) for i in order[self.size - left :].tolist()]

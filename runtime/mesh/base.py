@@ -68,12 +68,8 @@ class RankMesh(ABC):
     """
 
     def __init__(self, layout: Mesh, rank: int, device: torch.device | str = "cpu", record: bool = False) -> None:
-        self.layout, self.rank, self.device = layout, rank, torch.device(device)
-        self._coords = layout.coords(rank)
-        self._sizes = dict(layout.axes)
-        for axis in {n.partition(".")[0] for n in layout.names} - set(layout.names):
-            self._sizes[axis] = layout.size(axis)
-            self._coords[axis] = layout.group(rank, (axis,)).index(rank)
+        self.rank, self.device = rank, torch.device(device)
+        self._set_layout(layout)
         self.step, self.activity, self.waits = StepContext(), Activity(), Waits(self.device)
         self.records: list[CommRecord] = []
         self.recording = record
@@ -82,6 +78,18 @@ class RankMesh(ABC):
         """Return a view of this mesh with a separate step, for another microbatch that runs at the same time."""
         view = copy.copy(self)
         view.step = StepContext()
+        return view
+
+    def _set_layout(self, layout: Mesh) -> None:
+        self.layout, self._coords, self._sizes = layout, layout.coords(self.rank), dict(layout.axes)
+        for axis in {n.partition(".")[0] for n in layout.names} - set(layout.names):
+            self._sizes[axis] = layout.size(axis)
+            self._coords[axis] = layout.group(self.rank, (axis,)).index(self.rank)
+
+    def in_digits(self, layout: Mesh, axes: Iterable[tuple[str, ...]]) -> RankMesh:
+        """Return a view of this mesh that sees axes as digits, in the same step; axes: as of `seen_as`. Collective."""
+        view = copy.copy(self)
+        view._set_layout(layout)
         return view
 
     def note(self, text: str) -> None:

@@ -130,6 +130,11 @@ class LoopbackMesh(RankMesh):
         mesh.device = self.device
         return mesh
 
+    def in_digits(self, layout: Mesh, axes: Iterable[tuple[str, ...]]) -> RankMesh:
+        view: Any = super().in_digits(layout, axes)
+        view._ranks = {}
+        return view  # type: ignore[no-any-return]
+
     def _exchange(self, axes: Axes, name: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
         if axes not in self._ranks:
             self._ranks[axes] = self.layout.group(self.rank, axes)

@@ -116,6 +116,13 @@ class TorchMesh(RankMesh):
         options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
         return TorchMesh(layout, axes, lines=lines, watch=self.watch.named, **options)
 
+    def in_digits(self, layout: Mesh, axes: Iterable[tuple[str, ...]]) -> RankMesh:
+        view: Any = super().in_digits(layout, axes)
+        view._groups, view.owner = {}, False
+        view.add_groups([layout.names, *((n,) for n in layout.names), *axes])
+        _HERE.add(view)
+        return view  # type: ignore[no-any-return]
+
     def transfer_to(self, other: TorchMesh) -> None:
         """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False

@@ -249,6 +249,12 @@ def of(program: Any) -> Schedule:
     return forward_only(one) if program.forward_only else one
 
 
+def shortened(schedule: Schedule, microbatches: int) -> Schedule:
+    """Return the same actions of the first microbatches alone. Legal if the whole schedule is."""
+    kept = tuple(tuple(x for a in row for x in a.among(lambda m: m < microbatches)) for row in schedule.actions)
+    return replace(schedule, microbatches=microbatches, actions=kept, where=())
+
+
 def forward_only(schedule: Schedule, edges: Edges | None = None) -> Schedule:
     """Return the same forwards in the same order, for evaluation. Legal if the whole schedule is."""
     kept = tuple(tuple(a for a in computed(row) if a.kind == "F") for row in schedule.actions)

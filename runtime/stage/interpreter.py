@@ -79,9 +79,16 @@ class Interpreter:
         return self._each[microbatch] if self._each else self
 
     def with_each(self, each: Sequence[Interpreter]) -> Interpreter:
-        """Return this interpreter with one for each microbatch, of the same model for other lengths."""
+        """Return this interpreter with one for each microbatch, of the same model for other sizes.
+
+        There may be fewer microbatches than compiled: the schedule leaves out the others.
+        """
         other = copy.copy(self)
         other._each = tuple(each)
+        if len(each) < self.program.microbatches:
+            other.__dict__.pop("_forward_actions", None)
+            other.schedule = schedule.shortened(self.schedule, len(each))
+            other.actions = other.schedule.actions[self.at]
         return other
 
     def compute_totals(self, values: Values) -> None:

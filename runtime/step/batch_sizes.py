@@ -23,6 +23,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.runtime.data.inputs import Path, batch_dims, leaves, mapped, name_of
+from shardc.runtime.data.ragged import Size
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.communicators import groups_of
@@ -62,10 +63,16 @@ def length_inputs(program: Program) -> dict[str, int]:
     return {x.name: at[x.name] for x in named if len(x.shape) > at[x.name]}
 
 
-def shapes_of_length(program: Program, length: int) -> Shapes:
-    """Return the global shapes of a batch with as many rows as the compiled one, and of this length."""
-    at = length_inputs(program)
-    return tuple(tuple(length if at.get(x.name) == d else n for d, n in enumerate(x.shape)) for x in program.inputs)
+def shapes_of(program: Program, size: Size) -> Shapes:
+    """Return the global shapes of a batch whose microbatches all have this size."""
+    at, dims = length_inputs(program), batch_dims(program)
+
+    def dim(x: Input, d: int, n: int) -> int:
+        if d == at.get(x.name):
+            return size.length
+        return n * size.times if d == dims[x.name] and n > 1 else n
+
+    return tuple(tuple(dim(x, d, n) for d, n in enumerate(x.shape)) for x in program.inputs)
 
 
 def _inputs_in(program: Program, batch: Any) -> list[tuple[Input, Any]]:

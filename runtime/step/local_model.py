@@ -18,6 +18,7 @@ from shardc.runtime.data.ragged import Ragged
 from shardc.runtime.data.worker import Rest
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
+from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
 from shardc.runtime.state.owners import Owners
@@ -86,27 +87,26 @@ class LocalModel:
         ]
 
     def _take_ragged(self, batch: Ragged, checks: CheckHooks) -> tuple[Interpreter, Values]:
-        """Cut this rank's part of each microbatch, and choose the program of its length. Collective."""
+        """Cut this rank's part of each microbatch, and choose the program of its size. Collective."""
         checks.batch(batch, local=True)
         self.gather_written()
-        by_length = {}
-        for length in batch.every:
-            shapes = batch_sizes.shapes_of_length(self.program, length)
+        by_size = {}
+        for size in batch.every:
+            shapes = batch_sizes.shapes_of(self.program, size)
             same = shapes == tuple(x.shape for x in self.program.inputs)
-            by_length[length] = (
+            by_size[size] = (
                 (self.interpreter, {}) if same else self._recompile(batch.parts[0], shapes, "as compiled", known=True)
             )
         each, values = list[Interpreter](), list[dict[str, Any]]()
-        for i, (part, length) in enumerate(zip(batch.parts, batch.lengths, strict=True)):
-            interpreter, constants = by_length[length]
-            program, part = interpreter.program, batch_sizes.padded_to(self.program, self.mesh, part, length)
+        for i, (part, size) in enumerate(zip(batch.parts, batch.sizes, strict=True)):
+            interpreter, constants = by_size[size]
+            program, part = interpreter.program, batch_sizes.padded_to(self.program, self.mesh, part, size.length)
             # the engine takes a rank's rows of all microbatches: those of this one, at the place of each
             taken = inputs.take(program, inputs.repeated(program, part, self.mesh), self.mesh, local=True)
             mine = inputs.microbatches(program, taken)[i]
             each.append(interpreter)
-            values.append(
-                {**self.stored(), **constants, **dict(zip((x.name for x in program.inputs), mine, strict=True))}
-            )
+            own = {"mesh": interpreter.mesh, **dict(zip((x.name for x in program.inputs), mine, strict=True))}
+            values.append({**self.stored(), **constants, **own})
         return self.interpreter.with_each(each), values
 
     def _taken(self, program: Program, batch: Any, *, local: bool) -> list[Tensor]:
@@ -180,7 +180,9 @@ class LocalModel:
         if key not in self._recompiled:
             start = time.perf_counter()
             program = batch_sizes.recompile(self.program, batch, key[0], self.mesh, use=use)
-            self._recompiled[key] = self._make_interpreter(program, self.mesh), constants(program, self.mesh)
+            same = program.mesh == self.program.mesh
+            mesh = self.mesh if same else self.mesh.in_digits(program.mesh, groups_of(program))
+            self._recompiled[key] = self._make_interpreter(program, mesh), constants(program, mesh)
             purpose = "scoring" if use == "score" else batch_sizes.sizes_text(self.program, key[0]) or "evaluating"
             if not known:
                 self.mesh.note(f"compiled for {purpose} in {time.perf_counter() - start:.1f} s")

@@ -20,6 +20,7 @@ ops         OPS: ops of programs, by name; PRODUCTS, PACKED: which of them are o
 rules       the rules of its ops: an import registers them
 passes      PASSES: the stage that each pass of the feature follows, and its own stage; DERIVATIVES; how_rounded
             annotate: adds layouts at the end of that pass; improve_placement: after placement on an axis of tokens
+            recompiled_spec: the spec for a batch of other sizes than the running program's
             mesh_parts: the ops of parts that see the ranks as another mesh
 proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs

@@ -92,6 +92,10 @@ class Mesh:
             digit for a in axes for one in a.split(JOIN) for digit in ((one,) if "[" in one else self._digits[one])
         )
 
+    def has(self, axis: str) -> bool:
+        """Return whether the mesh has an axis or a digit of this name."""
+        return axis in self._digits
+
     @cached_property
     def _digits(self) -> dict[str, tuple[str, ...]]:
         digits: dict[str, tuple[str, ...]] = {}

@@ -8,14 +8,21 @@ counts are global. So the order is free, and `arranged` takes the fastest of a f
     in levels             the same, and the i-th microbatches of all ranks are like each other: for ranks that meet in
                           each microbatch (ZeRO 2 and 3)
     by seconds alone      rows are dealt one by one: for rows of one length with other documents
+
+Where ranks share rows (context parallel), a microbatch of short rows may have several times as many, each on fewer
+ranks. Then a step has fewer microbatches.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from shardc.runtime.data.ragged import Size
 
 #: Exchanges between two ranks that are tried for one step.
 EXCHANGES = 256
@@ -36,21 +43,29 @@ def row(documents: int | Sequence[int]) -> Row:
     return Row(sum(each), sum(n * n for n in each))
 
 
+class Cell(NamedTuple):
+    """A microbatch of one group of ranks. rows: numbers of its rows; seconds: predicted."""
+
+    rows: tuple[int, ...]
+    size: Size
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Step:
     """Where the rows of a step go. ranks: groups of ranks with rows of their own; rows: of one in a microbatch.
 
-    meet: ranks wait for each other in each microbatch, and not only at the step's end. lengths: to which microbatches
-    are padded, in order; () = all rows are `length` long. seconds: of a microbatch, by (its length, mean pairs of its
+    meet: ranks wait for each other in each microbatch, and not only at the step's end. sizes: of microbatches, for
+    which there are programs; () = all rows are `length` long. seconds: of a microbatch, by (its size, mean pairs of its
     rows); it is called for each candidate, so it should be cheap.
     """
 
     ranks: int
     microbatches: int
     rows: int
-    seconds: Callable[[int, float], float] = field(repr=False)
+    seconds: Callable[[Size, float], float] = field(repr=False)
     meet: bool = False
-    lengths: tuple[int, ...] = ()
+    sizes: tuple[Size, ...] = ()
     length: int = 0
     left_out: bool = False
 
@@ -59,34 +74,64 @@ class Step:
         """Rows of a step."""
         return self.ranks * self.microbatches * self.rows
 
-    def padded(self, length: int) -> int:
-        """Return the length to which a row, or the longest row of a microbatch, is padded."""
-        if not self.lengths:
-            return max(length, self.length)
-        at = bisect_left(self.lengths, length)
-        return self.lengths[at] if at < len(self.lengths) else length
+    def fitting(self, longest: int) -> list[Size]:
+        """Return the shortest size for rows of this length, for each number of rows."""
+        if not self.sizes:
+            return [Size(max(longest, self.length))]
+        by_times: dict[int, Size] = {}
+        for size in sorted(self.sizes, reverse=True):
+            if size.length >= longest:
+                by_times[size.times] = size
+        return [*by_times.values()]
 
-    def of(self, rows: Sequence[Row]) -> tuple[int, float]:
-        """Return the length of a microbatch of these rows, and its seconds."""
-        length = self.padded(max(r.length for r in rows))
-        pairs = sum(r.pairs for r in rows) / len(rows) if self.left_out else length * length
-        return length, self.seconds(length, pairs)
+    def cell(self, rows: Sequence[Row], numbers: Sequence[int], size: Size) -> Cell:
+        """Return the microbatch of these rows, with its predicted seconds."""
+        pairs = sum(rows[i].pairs for i in numbers) / len(numbers) if self.left_out else size.length**2
+        return Cell(tuple(numbers), size, self.seconds(size, pairs))
+
+    def cells(self, rows: Sequence[Row], order: Rows) -> list[Cell]:
+        """Cut rows in this order into microbatches, equally many for each group, with the least sum of seconds."""
+        runs = [order[at : at + self.rows] for at in range(0, len(order), self.rows)]
+        longest = [max(rows[i].length for i in run) for run in runs]
+        # of the runs from i: the least seconds by the number of their cells, modulo groups; and the first cell of these
+        least = np.full((len(runs) + 1, self.ranks), np.inf)
+        least[len(runs), 0] = 0.0
+        first, choice = [list[Cell]() for _ in runs], np.zeros(least.shape, int)
+        for i in reversed(range(len(runs))):
+            for size in self.fitting(longest[i]):
+                some = runs[i : i + size.times]
+                if len(some) < size.times or max(longest[i : i + size.times]) > size.length:
+                    continue
+                cell = self.cell(rows, [j for run in some for j in run], size)
+                seconds = np.roll(least[i + size.times], 1) + cell.seconds
+                less = seconds < least[i]
+                least[i, less], choice[i, less] = seconds[less], len(first[i])
+                first[i].append(cell)
+        cells, i, k = list[Cell](), 0, 0
+        while i < len(runs):
+            cells.append(first[i][choice[i, k]])
+            i, k = i + cells[-1].size.times, (k - 1) % self.ranks
+        return cells
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A step as predicted. order: the row at each place: by rank, then microbatch, then row of it.
+    """A step as predicted. groups: the microbatches of each group of ranks, in order.
 
-    lengths: of each microbatch, in that order. seconds: until the last rank ends; of_ranks: of each alone; tokens: of
-    the rows; padded: with what fills them up.
+    seconds: until the last rank ends; of_ranks: of each group alone; tokens: of the rows; padded: with what fills them
+    up.
     """
 
-    order: tuple[int, ...]
-    lengths: tuple[int, ...]
+    groups: tuple[tuple[Cell, ...], ...]
     seconds: float
     of_ranks: tuple[float, ...]
     tokens: int
     padded: int
+
+    @property
+    def order(self) -> list[int]:
+        """The row at each place: by group, then microbatch, then row of it."""
+        return [i for cells in self.groups for cell in cells for i in cell.rows]
 
     @property
     def slowest(self) -> float:
@@ -100,38 +145,41 @@ class Priced:
         return 1 - self.tokens / self.padded if self.padded else 0.0
 
 
-def priced(step: Step, rows: Sequence[Row], order: Rows) -> Priced:
-    """Predict a step with its rows in this order."""
-    cells = [step.of([rows[i] for i in order[at : at + step.rows]]) for at in range(0, step.size, step.rows)]
-    m = step.microbatches
-    by_rank = [[s for _, s in cells[at : at + m]] for at in range(0, len(cells), m)]
+def priced(step: Step, rows: Sequence[Row], groups: Iterable[Sequence[Cell]]) -> Priced:
+    """Predict a step of these microbatches of each group of ranks."""
+    taken = tuple(map(tuple, groups))
+    by_rank = [[cell.seconds for cell in cells] for cells in taken]
     of_ranks = tuple(map(sum, by_rank))
     seconds = sum(map(max, zip(*by_rank, strict=True))) if step.meet else max(of_ranks)
-    padded = sum(n for n, _ in cells) * step.rows
-    return Priced(tuple(order), tuple(n for n, _ in cells), seconds, of_ranks, sum(r.length for r in rows), padded)
+    padded = sum(len(cell.rows) * cell.size.length for cells in taken for cell in cells)
+    return Priced(taken, seconds, of_ranks, sum(r.length for r in rows), padded)
+
+
+def as_they_come(step: Step, rows: Sequence[Row]) -> Priced:
+    """Predict a step with its rows in order."""
+    cells = step.cells(rows, range(len(rows)))
+    each = len(cells) // step.ranks
+    return priced(step, rows, [cells[at : at + each] for at in range(0, len(cells), each)])
 
 
 def arranged(step: Step, rows: Sequence[Row]) -> Priced:
     """Return the fastest order of a step's rows, as predicted; as they come if none is faster."""
-    candidates = [priced(step, rows, order) for order in _orders(step, rows)]
+    candidates = [as_they_come(step, rows), *(priced(step, rows, groups) for groups in _orders(step, rows))]
     return min(candidates, key=lambda p: (p.seconds, sum(p.of_ranks)))
 
 
-def _orders(step: Step, rows: Sequence[Row]) -> list[Rows]:
-    cost = [step.of([r])[1] for r in rows]
-    like = sorted(range(len(rows)), key=lambda i: (-rows[i].length, -cost[i], i))
-    sorted_cells = [like[at : at + step.rows] for at in range(0, len(like), step.rows)]
-    mixed_cells = dealt(cost, step.ranks * step.microbatches, step.rows)
-    levels = [
-        [k * step.ranks + (r if k % 2 else step.ranks - 1 - r) for k in range(step.microbatches)]
-        for r in range(step.ranks)
-    ]
-    ways = [(sorted_cells, levels)]
-    for cells in (sorted_cells, mixed_cells):
-        by_cell = [step.of([rows[i] for i in cell])[1] for cell in cells]
-        ways.append((cells, dealt(by_cell, step.ranks, step.microbatches)))
-    dealt_out = [[i for mine in of_ranks for cell in mine for i in cells[cell]] for cells, of_ranks in ways]
-    return [range(len(rows)), *dealt_out]
+def _orders(step: Step, rows: Sequence[Row]) -> list[list[list[Cell]]]:
+    alone = [step.cell(rows, [i], step.fitting(r.length)[0]).seconds for i, r in enumerate(rows)]
+    like = step.cells(rows, sorted(range(len(rows)), key=lambda i: (-rows[i].length, -alone[i], i)))
+    like.sort(key=lambda cell: -cell.seconds)
+    each = len(like) // step.ranks
+    levels = [[k * step.ranks + (r if k % 2 else step.ranks - 1 - r) for k in range(each)] for r in range(step.ranks)]
+    ways = [(like, levels), (like, dealt([cell.seconds for cell in like], step.ranks, each))]
+    if not step.sizes:
+        mixed = dealt(alone, step.ranks * step.microbatches, step.rows)
+        cells = [step.cell(rows, some, step.fitting(max(rows[i].length for i in some))[0]) for some in mixed]
+        ways.append((cells, dealt([cell.seconds for cell in cells], step.ranks, step.microbatches)))
+    return [[[cells[i] for i in mine] for mine in of_ranks] for cells, of_ranks in ways]
 
 
 def dealt(costs: Sequence[float], ranks: int, each: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -15,10 +16,10 @@ from torch import Tensor
 from shardc.compile import compile
 from shardc.errors import ShardcError
 from shardc.features.rows import same_step
-from shardc.features.rows.arrangement import Priced, Row, Step, arranged, priced, row
+from shardc.features.rows.arrangement import Priced, Row, Step, arranged, as_they_come, row
 from shardc.features.rows.lengths import Lengths, of, read
-from shardc.features.rows.runtime import of_sample, row_length, stated, suggested
-from shardc.features.rows.seconds import Seconds, fitted, leaves_out, of_cost, spread
+from shardc.features.rows.runtime import more_rows, of_sample, row_length, stated, suggested
+from shardc.features.rows.seconds import OfSizes, leaves_out, of_cost, of_sizes, priced_sizes
 from shardc.ir.program import Program
 from shardc.ir.units import count, plural, seconds
 from shardc.optional import needed
@@ -26,6 +27,7 @@ from shardc.recompile import Resizer
 from shardc.report.aligned import aligned
 from shardc.runtime.data.inputs import leaves, mapped, part_of
 from shardc.runtime.data.inputs import rows as rows_of
+from shardc.runtime.data.ragged import Size
 from shardc.runtime.data.samples import Tensors, is_map_style
 from shardc.runtime.step import batch_sizes
 
@@ -50,7 +52,7 @@ class Gain:
     groups: int
     microbatches: int
     microbatch_rows: int
-    seconds: Seconds
+    seconds: OfSizes
     ways: dict[str, dict[str, float]]
     hidden: float
     left_out: bool
@@ -102,25 +104,28 @@ def gain(program: Any, source: str, file: Any, device: Any, batch: Any = None) -
     for n, number in lengths.items():
         cut[min(n, sizes[-1])] += number
     make = Resizer(file.on_meta, file.loss, {}, compile, program.forward_only, batch)
-    shapes = {n: batch_sizes.shapes_of_length(program, n) for n in spread(sizes)}
-    programs: dict[int, Any] = {n: make(program, batch, s, "as compiled") for n, s in shapes.items()}
+    every = [Size(n) for n in sizes]
+    programs = _programs(make, program, batch, every)
     axes = same_step.joined_axes(programs)
-    cost = {n: p.cost(device) for n, p in programs.items()}
-    found = fitted({n: of_cost(c) for n, c in cost.items()})
-    m, most, groups = program.microbatches, cost[max(cost)], part_of(program, 0)[1]
+    with suppress(ShardcError):  # as the loader does
+        both = programs | _programs(make, program, batch, more := more_rows(program, sizes))
+        axes, programs, every = same_step.joined_axes(both), both, [*every, *more]
+    cost = {size: p.cost(device) for size, p in programs.items()}
+    found = of_sizes({size: of_cost(c) for size, c in cost.items()})
+    m, most, groups = program.microbatches, cost[Size(sizes[-1])], part_of(program, 0)[1]
     joined = [a for a in same_step.axes_of_rows(program) if axes & set(program.mesh.digits(a))]
     apart = Step(groups, m, rows_of(program) // (groups * m), found, program.spec.data.zero >= 2 and m > 1)
     one = min(math.prod(map(program.mesh.size, joined)), groups)  # groups of ranks that need one length
-    step = replace(apart, ranks=groups // one, rows=apart.rows * one, lengths=tuple(sizes))
+    step = replace(apart, ranks=groups // one, rows=apart.rows * one, sizes=tuple(every))
     drawn = random.Random(0).choices(sorted(cut), [cut[n] for n in sorted(cut)], k=STEPS * step.size)
     steps = [[row(n) for n in drawn[at : at + step.size]] for at in range(0, len(drawn), step.size)]
-    long_steps = [replace(step, length=step.padded(max(r.length for r in some)), lengths=()) for some in steps]
+    long_steps = [replace(step, length=_least(sizes, some), sizes=()) for some in steps]
     of_rows = replace(apart, length=sizes[-1], left_out=leaves_out(program))
     packed, lost = _packed(drawn, of_rows)
     balanced = [arranged(step, some) for some in steps]
     ways = {
-        "one length for all": [priced(x, r, range(step.size)) for x, r in zip(long_steps, steps, strict=True)],
-        "as they come": [priced(step, r, range(step.size)) for r in steps],
+        "one length for all": [as_they_come(x, r) for x, r in zip(long_steps, steps, strict=True)],
+        "as they come": [as_they_come(step, r) for r in steps],
         "balanced": balanced,
         "packed, balanced": [arranged(of_rows, r) for r in packed],
     }
@@ -142,8 +147,20 @@ def gain(program: Any, source: str, file: Any, device: Any, batch: Any = None) -
         ways={name: _way(some, most, lost * (name not in list(ways)[:3])) for name, some in ways.items()},
         hidden=hidden,
         left_out=of_rows.left_out,
-        longest_share=step.of([row(max(cut))])[1] / mean,
+        longest_share=step.cell([row(max(cut))], [0], Size(_least(sizes, [row(max(cut))]))).seconds / mean,
     )
+
+
+def _programs(make: Resizer, program: Program, batch: Any, sizes: Sequence[Size]) -> dict[Size, Any]:
+    """Compile for those of the sizes whose cost the others are fitted to."""
+    shapes = {size: batch_sizes.shapes_of(program, size) for size in priced_sizes(sizes)}
+    return {size: make(program, batch, s, "as compiled") for size, s in shapes.items()}
+
+
+def _least(sizes: Sequence[int], rows: Sequence[Row]) -> int:
+    """Return the least of these lengths, in order, that no row exceeds."""
+    longest = max(r.length for r in rows)
+    return next(n for n in sizes if n >= longest)
 
 
 def gain_of_plan(plan: Any, source: str, file: Any) -> Gain:

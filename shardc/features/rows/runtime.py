@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import lru_cache
 from typing import Any, cast
 
@@ -19,10 +18,11 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.features.rows import same_step
 from shardc.features.rows.arrangement import Step, arranged, row
-from shardc.features.rows.seconds import Seconds, fitted, leaves_out, of_program, spread
+from shardc.features.rows.seconds import leaves_out, of_program, of_sizes, priced_sizes
 from shardc.ir.program import Program
 from shardc.runtime.data.inputs import batch_dims, leaves
-from shardc.runtime.data.loader import Loader
+from shardc.runtime.data.loader import Loader, samples_of
+from shardc.runtime.data.ragged import Size
 from shardc.runtime.step import batch_sizes
 
 _WHERE = "batch.balance"
@@ -52,29 +52,44 @@ class Balance:
             fix = f"write batch: {{lengths: {suggested(sizes)}, pad: {{...}}}}, or cut the samples"
             raise ShardcError(fault, where="batch.lengths", fix=fix)
         lengths = sorted({next(n for n in named if n >= x) for x in sizes}) if self.ragged else [length]
-        start, programs, again = time.perf_counter(), dict[int, Any](), cast(Any, program.resize)
-        for n in lengths:
-            shapes = batch_sizes.shapes_of_length(program, n)
-            same = shapes == tuple(x.shape for x in program.inputs)
-            programs[n] = (
-                program if same else batch_sizes.recompile(program, again.batch, shapes, mesh, use="as compiled")
-            )
+        start = time.perf_counter()
+        programs = self._compiled([Size(n) for n in lengths])
+        axes = same_step.joined_axes(programs)
+        if self.ragged and (more := more_rows(program, lengths)):
+            try:
+                both = programs | self._compiled(more)
+                axes, programs = same_step.joined_axes(both), both
+            except ShardcError as e:
+                mesh.note(f"{_WHERE}: short rows are split over as many ranks as long ones: {e.what}")
         if self.ragged:
             mesh.note(f"compiled for lengths {', '.join(map(str, lengths))} in {time.perf_counter() - start:.1f} s")
         self._noted(program)
-        self._places, self._group = self._joined(same_step.joined_axes(programs))
-        device = (
-            None if program.spec.device is not None else str(mesh.device.type)
-        )  # this machine's, if it was measured
-        prices = {n: of_program(programs[n], device) for n in spread(lengths)} if mesh.rank == 0 else {lengths[0]: 0.0}
-        terms = [round(x * 1e15) for x in astuple(fitted(prices))]  # of the first rank, for all
-        self.seconds = Seconds(*(n / 1e15 for n in mesh.sum_on_host(terms)))
+        self._places, self._group, members = self._joined(axes)
+        #: Of each size, which of the runs of `rank_rows` in its group's microbatch this rank has.
+        self._run = {size: _run(p, mesh.rank, members) for size, p in programs.items()}
+        self.rank_rows = len(samples_of(program, mesh.rank)) // program.microbatches
+        # of the first rank, for all; on this machine, if it was measured
+        device = None if program.spec.device is not None else str(mesh.device.type)
+        at = priced_sizes(list(programs))
+        prices = [of_program(programs[size], device) if mesh.rank == 0 else 0.0 for size in at]
+        whole = mesh.sum_on_host([round(x * 1e15) for x in prices])
         groups, m, rows = self._places.shape
         meet, left_out = program.spec.data.zero >= 2 and m > 1, leaves_out(program)
-        padded = tuple(lengths) if self.ragged else ()
-        self.step = Step(groups, m, rows, self.seconds, meet, padded, length, left_out)
+        seconds = of_sizes({size: n / 1e15 for size, n in zip(at, whole, strict=True)})
+        self.step = Step(groups, m, rows, seconds, meet, tuple(programs) if self.ragged else (), length, left_out)
         self._priced = lru_cache(_KEPT)(lambda samples: arranged(self.step, [self.rows[i] for i in samples]))
         self._order: tuple[int, Tensor] | None = None
+
+    def _compiled(self, sizes: Sequence[Size]) -> dict[Size, Program]:
+        """Compile a program for each size; the program itself is that of its own. Collective."""
+        program, mesh, programs = self._loader.program, self._loader.mesh, dict[Size, Program]()
+        for size in sizes:
+            shapes, again = batch_sizes.shapes_of(program, size), cast(Any, program.resize)
+            same = shapes == tuple(x.shape for x in program.inputs)
+            programs[size] = (
+                program if same else batch_sizes.recompile(program, again.batch, shapes, mesh, use="as compiled")
+            )
+        return programs
 
     def arranged(self, samples: Tensor) -> Tensor:
         """Return the samples of a step by their places in the global batch: i64[batch]."""
@@ -84,8 +99,13 @@ class Balance:
         result[self._places.flatten()] = samples[list(self._priced(tuple(samples.tolist())).order)]
         return result
 
-    def lengths_of_next(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the lengths of this rank's microbatches of the loader's next step, and all lengths of that step.
+    def mine(self, samples: Tensor) -> Tensor:
+        """Return the samples of a step that this rank reads, by its microbatches of several sizes."""
+        n, cells = self.rank_rows, self._priced(tuple(samples.tolist())).groups[self._group]
+        return samples[[i for cell in cells for i in cell.rows[n * self._run[cell.size] :][:n]]]
+
+    def sizes_of_next(self) -> tuple[tuple[Size, ...], tuple[Size, ...]] | None:
+        """Return the sizes of this rank's microbatches of the loader's next step, and all sizes of that step.
 
         None if all are as compiled.
         """
@@ -95,9 +115,9 @@ class Balance:
         if self._order is None or self._order[0] != order.epoch:
             self._order = order.epoch, order.whole()
         samples = self._order[1][order.consumed : order.consumed + order.batch]
-        step = self._priced(tuple(samples.tolist()))
-        m = self.step.microbatches
-        return step.lengths[self._group * m : (self._group + 1) * m], tuple(sorted(set(step.lengths)))
+        groups = self._priced(tuple(samples.tolist())).groups
+        every = sorted({cell.size for cells in groups for cell in cells})
+        return tuple(cell.size for cell in groups[self._group]), tuple(every)
 
     def _refuse(self, program: Program, *, drop_last: bool) -> None:
         lengths, fault, fix = program.spec.batch.lengths, "", ""
@@ -126,13 +146,13 @@ class Balance:
                 note = f"{_WHERE}: {subject} by a row's place in the batch, which now depends on the mesh"
                 self._loader.mesh.note(f"{note}: a step is one device's with the rows in that order")
 
-    def _joined(self, axes: frozenset[str]) -> tuple[Tensor, int]:
-        """Return the places of each group of ranks with rows and lengths of its own, and this rank's group.
+    def _joined(self, axes: frozenset[str]) -> tuple[Tensor, int, list[int]]:
+        """Return the places of each group of ranks with rows and sizes of its own, this rank's group, and its ranks.
 
-        i64[group, microbatch, row]. axes: over which ranks need one length in a microbatch.
+        i64[group, microbatch, row]. axes: over which ranks need one size in a microbatch.
         """
         mesh = self._loader.program.mesh
-        mine = [_mine(self._loader, r) for r in range(mesh.world)]
+        mine = [places_of(self._loader.program, r) for r in range(mesh.world)]
         places = {tuple(p.flatten().tolist()): p for p in mine}
         names = [list(places).index(tuple(p.flatten().tolist())) for p in mine]  # of each rank's rows
         cluster = list(range(len(places)))
@@ -142,12 +162,35 @@ class Balance:
                 cluster = [min(a, b) if c in (a, b) else c for c in cluster]
         groups = sorted(set(cluster))
         cells = [[p for p, c in zip(places.values(), cluster, strict=True) if c == name] for name in groups]
-        return torch.stack([torch.cat(some, 1) for some in cells]), groups.index(cluster[names[self._loader.mesh.rank]])
+        here = cluster[names[self._loader.mesh.rank]]
+        members = [r for r in range(mesh.world) if cluster[names[r]] == here]
+        return torch.stack([torch.cat(some, 1) for some in cells]), groups.index(here), members
 
 
-def _mine(loader: Loader, rank: int) -> Tensor:
+def places_of(program: Program, rank: int) -> Tensor:
     """Return the places in a global batch of a rank's rows: i64[microbatch, row]."""
-    return loader._samples(loader.program.mesh.coords(rank)).reshape(loader.program.microbatches, -1)
+    return samples_of(program, rank).reshape(program.microbatches, -1)
+
+
+def _run(program: Program, rank: int, members: Sequence[int]) -> int:
+    """Return the number of a rank's rows among those of a group of ranks, in a microbatch."""
+    rows = {r: tuple(places_of(program, r)[0].tolist()) for r in members}
+    return sorted(set(rows.values())).index(rows[rank])
+
+
+def more_rows(program: Program, lengths: Sequence[int]) -> list[Size]:
+    """Return the sizes of microbatches with more rows than compiled, each on fewer ranks of the sequence's outer axis.
+
+    No rank has more tokens than of the longest rows. A group of ranks has as many rows as a step has microbatches, so
+    only as many help.
+    """
+    axes, mesh = [a for a in program.spec.token_axes if program.mesh.size(a) > 1][:1], program.mesh
+    if not axes or mesh.digits(*axes) != tuple(axes):
+        return []
+    ranks = mesh.size(axes[0])
+    times = [k for k in range(2, min(ranks, program.microbatches) + 1) if ranks % k == 0]
+    fitting = ((n, [k for k in times if n * k <= lengths[-1]]) for n in lengths)
+    return [Size(n, max(some)) for n, some in fitting if some]
 
 
 def row_length(program: Program) -> int:

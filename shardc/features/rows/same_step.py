@@ -11,7 +11,7 @@ They run on the same parameters and buckets (shardc.recompile). Beside that a st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import calls, operands_of, source_of, values_of
+from shardc.ir.outputs import loss_axes
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.runtime.data.inputs import batch_dims
+from shardc.runtime.data.ragged import Size
 
 _WHERE = "batch.balance"
 #: Ops whose result depends on how many numbers they reduce, beside these.
@@ -30,38 +32,52 @@ _MEANS = ("mean", "var", "std", "var_mean", "std_mean", "partial_mean")
 _BY_NUMBER = ("mul", "div", "add", "sub", "rsub", "pow", "full")
 
 
-def joined_axes(programs: Mapping[int, Program]) -> frozenset[str]:
-    """Return the axes over which ranks need one length, of programs by their lengths."""
-    pairs = pairwise(sorted(programs))
-    return frozenset().union(*(length_axes(programs[a], programs[b], (a, b)) for a, b in pairs))
+def joined_axes(programs: Mapping[Size, Program]) -> frozenset[str]:
+    """Return the axes over which ranks need one size, of programs by their sizes.
 
-
-def length_axes(one: Program, other: Program, lengths: tuple[int, int]) -> frozenset[str]:
-    """Return the axes over which ranks need one length in a microbatch, of two programs for these lengths.
-
-    Raises ShardcError if the programs may not run in one step.
+    Axes are those of the program with the fewest rows: one with more rows may see an axis of tokens as digits.
     """
-    said = f"{lengths[0]} and {lengths[1]}"
+    order = sorted(programs, key=lambda size: (size.times, size.length))
+    base = programs[order[0]]
+    return frozenset().union(*(_joined(base, programs, sizes) for sizes in pairwise(order)))
+
+
+def _joined(base: Program, programs: Mapping[Size, Program], sizes: tuple[Size, Size]) -> frozenset[str]:
+    """Return the axes over which ranks need one size in a microbatch, of two of the programs.
+
+    Raises ShardcError if the two may not run in one step.
+    """
+    one, other = (programs[size] for size in sizes)
+    said = " and ".join(f"{s.length}{f' ({s.times} times as many)' if s.times > 1 else ''}" for s in sizes)
     _check_model(one, other, said)
     edges = [[(e.source, e.target, e.gradient) for e in p.edges] for p in (one, other)]
-    if _sums(one) != _sums(other) or edges[0] != edges[1]:
+    partial = [_within(base, p, loss_axes(p)) for p in (one, other)]
+    if _sums(one) != _sums(other) or edges[0] != edges[1] or partial[0] != partial[1]:
         fault = f"the programs for rows of {said} are split in different ways, so they cannot run in one step"
         fix = "give lengths that are nearer to each other, or name the splits in `shard`; or leave out balance"
         raise ShardcError(fault, where=_WHERE, fix=fix)
-    by_rows = frozenset(d for axis in axes_of_rows(one) for d in one.mesh.digits(axis))
-    mine, theirs = ([x for s in p.stages for x in _collectives(s)] for p in (one, other))
-    sizes: dict[tuple[str, ...], list[list[int]]] = {}
-    for i, some in enumerate((mine, theirs)):
-        for _, axes, nbytes in some:
-            sizes.setdefault(axes, [[], []])[i].append(nbytes)
-    differ = [axes for axes, (a, b) in sizes.items() if sorted(a) != sorted(b)]
-    joined = frozenset(d for axes in differ for a in axes for d in one.mesh.digits(a)) & by_rows
+    by_rows = _within(base, base, axes_of_rows(base))
+    calls = [[(n, _within(base, p, axes), size) for n, axes, size in _collectives(p)] for p in (one, other)]
+    nbytes: dict[frozenset[str], list[list[int]]] = {}
+    for i, some in enumerate(calls):
+        for _, axes, size in some:
+            nbytes.setdefault(axes, [[], []])[i].append(size)
+    differ = [axes for axes, (a, b) in nbytes.items() if sorted(a) != sorted(b)]
+    joined = frozenset().union(*differ) & by_rows
+    # the collectives between ranks that may have several sizes
+    mine, theirs = ([(n, axes) for n, axes, _ in some if axes & (by_rows - joined)] for some in calls)
+    return joined if mine == theirs else by_rows
 
-    def between(some: list[tuple[str, tuple[str, ...], int]]) -> list[tuple[str, tuple[str, ...]]]:
-        """Return the collectives between ranks that may have several lengths."""
-        return [(n, axes) for n, axes, _ in some if {d for a in axes for d in one.mesh.digits(a)} & (by_rows - joined)]
 
-    return joined if between(mine) == between(theirs) else by_rows
+def _within(base: Program, program: Program, axes: Iterable[str]) -> frozenset[str]:
+    """Return axes of a program as digits of the base's mesh."""
+
+    def digit(name: str) -> str:
+        while name not in base.mesh.names and "." in name:
+            name = name.rpartition(".")[0]
+        return name
+
+    return frozenset(map(digit, program.mesh.digits(*axes)))
 
 
 def axes_of_rows(program: Program) -> set[str]:
@@ -70,9 +86,9 @@ def axes_of_rows(program: Program) -> set[str]:
     return {a for x in program.inputs if (d := dims[x.name]) is not None for a, _ in x.layout.shards(d)}
 
 
-def _collectives(stage: Any) -> list[tuple[str, tuple[str, ...], int]]:
+def _collectives(program: Program) -> list[tuple[str, tuple[str, ...], int]]:
     """Return the collectives of a step's graphs in order: (kinds and name, axes, bytes)."""
-    graphs = stage.joint.graphs.values() if stage.joint is not None else [stage.graph]
+    graphs = [g for s in program.stages for g in (s.joint.graphs.values() if s.joint is not None else [s.graph])]
     found = [(n.name, c) for graph in graphs for n in graph.nodes if (c := n.meta.get("collective")) is not None]
     return [(f"{c.kind}/{c.backward} {name}", c.axes, c.bytes) for name, c in found]
 

@@ -8,7 +8,7 @@ attention leaves out what the masks of documents hide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import calls
 from shardc.ir.program import Program
 from shardc.runtime import ops
+from shardc.runtime.data.ragged import Size
 from shardc.runtime.schedule.actions import COMPUTE
 
 #: Lengths that a fit needs: the smallest, one between, and the largest.
@@ -34,6 +35,28 @@ class Seconds:
 
     def __call__(self, length: int, pairs: float) -> float:
         return self.fixed + self.by_token * length + self.by_pair * pairs
+
+
+@dataclass(frozen=True)
+class OfSizes:
+    """Seconds of a microbatch, by how many times the compiled rows it has. Call it with (size, pairs of a row)."""
+
+    by_times: Mapping[int, Seconds]
+
+    def __call__(self, size: Size, pairs: float) -> float:
+        return self.by_times[size.times](size.length, pairs)
+
+
+def priced_sizes(sizes: Sequence[Size]) -> list[Size]:
+    """Return the sizes, of these in order, at which seconds are computed: a few for each number of rows."""
+    by_times = {t: [s.length for s in sizes if s.times == t] for t in dict.fromkeys(s.times for s in sizes)}
+    return [Size(n, times) for times, lengths in by_times.items() for n in spread(lengths)]
+
+
+def of_sizes(seconds: Mapping[Size, float]) -> OfSizes:
+    """Return seconds of all sizes, of those at the priced ones."""
+    times = dict.fromkeys(size.times for size in seconds)
+    return OfSizes({t: fitted({s.length: x for s, x in seconds.items() if s.times == t}) for t in times})
 
 
 def spread(lengths: list[int]) -> list[int]:

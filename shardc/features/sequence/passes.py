@@ -30,7 +30,7 @@ from shardc.ir.similar_names import did_you_mean
 from shardc.ir.stored import Input
 from shardc.ir.types import behind
 from shardc.passes.annotate import weight_axes
-from shardc.passes.annotate.batch_rows import input_name
+from shardc.passes.annotate.batch_rows import batch_rows, input_name
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.rules.attention import OPS
@@ -52,6 +52,14 @@ def annotate(spec: Spec, program: Program, errors: Errors) -> Program:
     _mark_methods(spec, sequence, program, errors)
     _split_ids(spec, sequence, program)
     return program
+
+
+def recompiled_spec(spec: Spec, program: Program, running: Program) -> Spec:
+    """Return the spec for a batch with several times the rows of the running program's: fewer ranks share a row."""
+    rows, times = batch_rows(spec, running)[0], 1
+    if rows and spec.token_axes:
+        times = batch_rows(spec, program)[0] // rows
+    return section.with_rows(spec, times) if times > 1 else spec
 
 
 def _dim(sequence: Sequence, x: Input) -> int | None:

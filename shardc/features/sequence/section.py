@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -64,6 +65,21 @@ def of(spec: Spec) -> Sequence | None:
     """Return the section of a spec; None if the sequence is not split over ranks."""
     section: Sequence | None = spec.sections.get("sequence")
     return section if spec.token_ranks > 1 else None
+
+
+def with_rows(spec: Spec, times: int) -> Spec:
+    """Return the spec for `times` as many rows: of the first axis the outer `times` ranks split rows, not tokens."""
+    section = spec.sections["sequence"]
+    axis, *others = section.axis
+    mesh = spec.mesh if times == spec.mesh.size(axis) else spec.mesh.refine(axis, times)
+    rows, *tokens = mesh.digits(axis)
+    sections = {name: x for name, x in spec.sections.items() if name != "sequence"}
+    if tokens or others:
+        method = section.method if tokens else {p: m[1:] or m for p, m in section.method.items()}
+        left = {"axis": (*tokens, *others), "method": method}
+        sections["sequence"] = section.model_copy(update=left)
+    batch = spec.batch.model_copy(update={"axes": (*spec.data_axes, rows)})
+    return replace(spec, mesh=mesh, batch=batch, sections=sections)
 
 
 def token_axes(sections: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.api import Program
-from shardc.features.rows.runtime import _mine
-from shardc.runtime.data.loader import Loader
-from shardc.runtime.data.ragged import Ragged
+from shardc.features.rows.runtime import places_of
+from shardc.runtime.data.ragged import Ragged, Size
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import zoo
 from tests.zoo import hf, hf_more
@@ -128,10 +127,6 @@ def program(name: str, kind: str, mesh: str) -> Program:
         return shardc.compile(model(name), batch(kind, 0), {"shardc": 1, **spec}, prove=False)
 
 
-class Ordered(list[int]):
-    """A dataset for a loader that is asked for places alone."""
-
-
 def assigned(p: Program, mesh: LoopbackMesh, whole: Batch, kind: str, seed: int) -> Any:
     """This rank's part of the batch, with rows and, if ragged, lengths where the seed puts them."""
     draw = random.Random(seed)
@@ -140,16 +135,15 @@ def assigned(p: Program, mesh: LoopbackMesh, whole: Batch, kind: str, seed: int)
     if kind != "ragged":
         return rows
     long = (whole["input_ids"] != 0).sum(1)[order]
-    loader = Loader(p, mesh, Ordered(range(ROWS)), name=None)
-    mine, cells = _mine(loader, mesh.rank), {}
-    for r in range(p.mesh.world):  # the lengths of every rank's microbatches, as each of them draws them
-        for cell in _mine(loader, r).tolist():
-            cells.setdefault(tuple(cell), None)
+    mine, cells = places_of(p, mesh.rank), {}
+    for r in range(p.mesh.world):  # the sizes of every rank's microbatches, as each of them draws them
+        for cell in places_of(p, r).tolist():
+            cells.setdefault(tuple(cell), Size(0))
     for cell in cells:
         least = max(int(long[i]) for i in cell)
-        cells[cell] = draw.choice([n for n in LENGTHS if n >= least])
+        cells[cell] = Size(draw.choice([n for n in LENGTHS if n >= least]))
     here = [cells[tuple(cell)] for cell in mine.tolist()]
-    parts = [{n: x[cell, : cells[tuple(cell)]] for n, x in rows.items()} for cell in mine.tolist()]
+    parts = [{n: x[cell, : cells[tuple(cell)].length] for n, x in rows.items()} for cell in mine.tolist()]
     return Ragged(tuple(parts), tuple(here), tuple(sorted(set(cells.values()))))
 
 
