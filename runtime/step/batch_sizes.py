@@ -240,7 +240,7 @@ def recompile(program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: U
     mesh.barrier()  # if ranks are threads of one process, none may run during compilation
     result = _recompiled(program, batch, shapes, mesh, use)
     mesh.barrier()
-    if isinstance(mesh, TorchMesh):
+    if isinstance(mesh, TorchMesh) and result.mesh == program.mesh:  # else a view of it has them
         mesh.add_groups(groups_of(result))
     return result
 

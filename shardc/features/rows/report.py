@@ -18,7 +18,7 @@ from shardc.errors import ShardcError
 from shardc.features.rows import same_step
 from shardc.features.rows.arrangement import Priced, Row, Step, arranged, as_they_come, row
 from shardc.features.rows.lengths import Lengths, of, read
-from shardc.features.rows.runtime import more_rows, of_sample, row_length, stated, suggested
+from shardc.features.rows.runtime import more_rows, of_sample, stated, suggested, with_pad
 from shardc.features.rows.seconds import OfSizes, leaves_out, of_cost, of_sizes, priced_sizes
 from shardc.ir.program import Program
 from shardc.ir.units import count, plural, seconds
@@ -95,10 +95,7 @@ def gain(program: Any, source: str, file: Any, device: Any, batch: Any = None) -
     than the spec's lengths are cut to the longest of them. Raises ShardcError where balance would.
     """
     lengths, batch = _lengths(program, source, file), file.batch if batch is None else batch
-    if not program.spec.batch.pad:
-        long = [x for x in program.inputs if x.path and len(x.shape) > 1 and x.shape[1] == row_length(program)]
-        pad = {str(x.path[-1]): 0.0 for x in long}
-        program = replace(program, spec=replace(program.spec, batch=program.spec.batch.model_copy(update={"pad": pad})))
+    program = with_pad(program)
     sizes = sorted(program.spec.batch.lengths) or suggested(sorted(lengths))
     cut = Lengths()
     for n, number in lengths.items():

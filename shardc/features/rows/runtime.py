@@ -7,8 +7,10 @@ anything for it, and a resumed run on another mesh goes on at the same sample.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -68,14 +70,11 @@ class Balance:
         #: Of each size, which of the runs of `rank_rows` in its group's microbatch this rank has.
         self._run = {size: _run(p, mesh.rank, members) for size, p in programs.items()}
         self.rank_rows = len(samples_of(program, mesh.rank)) // program.microbatches
-        # of the first rank, for all; on this machine, if it was measured
-        device = None if program.spec.device is not None else str(mesh.device.type)
-        at = priced_sizes(list(programs))
-        prices = [of_program(programs[size], device) if mesh.rank == 0 else 0.0 for size in at]
-        whole = mesh.sum_on_host([round(x * 1e15) for x in prices])
         groups, m, rows = self._places.shape
-        meet, left_out = program.spec.data.zero >= 2 and m > 1, leaves_out(program)
-        seconds = of_sizes({size: n / 1e15 for size, n in zip(at, whole, strict=True)})
+        meet, left_out, every = program.spec.data.zero >= 2 and m > 1, leaves_out(program), list(programs)
+        if left_out and not self.ragged:  # what pairs cost shows at other lengths alone
+            every = [Size(n) for n in (length // 4, length // 2, length)]
+        seconds = of_sizes(self._prices(priced_sizes(every)))
         self.step = Step(groups, m, rows, seconds, meet, tuple(programs) if self.ragged else (), length, left_out)
         self._priced = lru_cache(_KEPT)(lambda samples: arranged(self.step, [self.rows[i] for i in samples]))
         self._order: tuple[int, Tensor] | None = None
@@ -90,6 +89,22 @@ class Balance:
                 program if same else batch_sizes.recompile(program, again.batch, shapes, mesh, use="as compiled")
             )
         return programs
+
+    def _prices(self, sizes: Sequence[Size]) -> dict[Size, float]:
+        """Return the seconds of microbatches of these sizes that compile, of the first rank, for all. Collective."""
+        program, mesh, again = with_pad(self._loader.program), self._loader.mesh, cast(Any, self._loader.program.resize)
+        device = None if program.spec.device is not None else str(mesh.device.type)  # this machine, if measured
+        prices = [0] * len(sizes)
+        for i, size in enumerate(sizes if mesh.rank == 0 else ()):
+            shapes = batch_sizes.shapes_of(program, size)
+            same = shapes == tuple(x.shape for x in program.inputs)
+            if not same and again is None:  # a loaded program
+                continue
+            with contextlib.suppress(ShardcError):
+                made = program if same else again(self._loader.program, again.batch, shapes)
+                prices[i] = round(of_program(made, device) * 1e15)
+        whole = mesh.sum_on_host(prices)
+        return {size: n / 1e15 for size, n in zip(sizes, whole, strict=True) if n}
 
     def arranged(self, samples: Tensor) -> Tensor:
         """Return the samples of a step by their places in the global batch: i64[batch]."""
@@ -191,6 +206,15 @@ def more_rows(program: Program, lengths: Sequence[int]) -> list[Size]:
     times = [k for k in range(2, min(ranks, program.microbatches) + 1) if ranks % k == 0]
     fitting = ((n, [k for k in times if n * k <= lengths[-1]]) for n in lengths)
     return [Size(n, max(some)) for n, some in fitting if some]
+
+
+def with_pad(program: Program) -> Program:
+    """Return the program with a number to pad for all inputs as long as a row, unless its spec has any."""
+    if program.spec.batch.pad:
+        return program
+    long = [x for x in program.inputs if x.path and len(x.shape) > 1 and x.shape[1] == row_length(program)]
+    batch = program.spec.batch.model_copy(update={"pad": {str(x.path[-1]): 0.0 for x in long}})
+    return replace(program, spec=replace(program.spec, batch=batch))
 
 
 def row_length(program: Program) -> int:

@@ -10,11 +10,13 @@ import functools
 import random
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import shardc
 from shardc.api import Program
@@ -43,12 +45,19 @@ SPECS: dict[str, dict[str, Any]] = {
         "batch": {"microbatches": 4},
     },
     "cp": {"mesh": {"dp": 2, "cp": 2}, "sequence": {"axis": "cp", "method": "gather"}, "batch": {"microbatches": 2}},
+    "zero 3, cp": {"mesh": {"dp": 2, "cp": 2}, "sequence": {"axis": "cp"}, "data": {"zero": 3}},
+    "pp, cp": {"mesh": {"pp": 2, "cp": 2}, "pipeline": {"axis": "pp", "stages": 2}, "sequence": {"axis": "cp"}},
+    "cp of 4": {"mesh": {"cp": 4}, "sequence": {"axis": "cp", "method": "gather"}},
+    "ring of 4": {"mesh": {"cp": 4}, "sequence": {"axis": "cp", "method": "ring"}},
     "ring": {"mesh": {"dp": 2, "cp": 2}, "sequence": {"axis": "cp", "method": "ring"}, "batch": {"microbatches": 2}},
 }
 MODELS = ("dense", "moe", "moe with a loss of its router", "mla")
 #: padded: each row has a length, and all are as long as compiled; packed: documents fill rows; ragged: padded rows,
-#: and each microbatch of each rank has a length of its own.
-KINDS = ("padded", "packed", "ragged")
+#: and each microbatch of each rank has a length of its own; shared: short rows of a split sequence are on fewer ranks
+#: than long ones, by seconds that the seed draws.
+KINDS = ("padded", "packed", "ragged", "shared")
+SHARED = ("cp", "ring", "zero 3, cp", "pp, cp", "cp of 4", "ring of 4")
+SIZES = (4, 8, SEQ)
 
 
 @functools.cache
@@ -123,8 +132,33 @@ def program(name: str, kind: str, mesh: str) -> Program:
     spec = copy.deepcopy(SPECS[mesh])
     if kind == "ragged":
         spec["batch"] |= {"lengths": list(LENGTHS), "pad": PAD}
+    if kind == "shared":
+        microbatches = ROWS // spec["mesh"].get("dp", 1)
+        spec["batch"] = {"microbatches": microbatches, "lengths": list(SIZES), "pad": PAD, "balance": True}
     with zoo.Wide():
         return shardc.compile(model(name), batch(kind, 0), {"shardc": 1, **spec}, prove=False)
+
+
+class Rows(Dataset[Batch]):
+    """The rows of the batches of several steps, each as long as it is."""
+
+    def __init__(self, kind: str, steps: int, seed: int) -> None:
+        self.batches = [batch(kind, seed + step) for step in range(steps)]
+        self.lengths = [documents[0] for step in range(steps) for documents in lengths_of(kind, seed + step)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> Batch:
+        return {n: x[i % ROWS, : self.lengths[i]] for n, x in self.batches[i // ROWS].items()}
+
+
+def shared(engine: Any, kind: str, steps: int, seed: int) -> Iterator[Ragged]:
+    """Yield this rank's parts of the steps, as a loader deals them by seconds that the seed draws."""
+    loader = engine.loader(Rows(kind, steps, seed), shuffle=False)
+    balance = loader.balance
+    balance.step = replace(balance.step, seconds=lambda size, _: random.Random(f"{seed} {size}").random())
+    yield from loader
 
 
 def assigned(p: Program, mesh: LoopbackMesh, whole: Batch, kind: str, seed: int) -> Any:
@@ -157,7 +191,9 @@ def worst(name: str, kind: str, mesh: str, steps: int, seed: int) -> float:
     def work(mesh: LoopbackMesh) -> Trained:
         with zoo.Wide():
             engine, losses = p.engine(model(name), sgd, mesh=mesh, norm=True), []
-            for step in range(steps):
+            if kind == "shared":
+                losses = [float(engine.step(part, local=True)) for part in shared(engine, kind, steps, seed)]
+            for step in range(steps if kind != "shared" else 0):
                 part = assigned(p, mesh, batch(kind, seed + step), kind, 1000 * seed + step)
                 losses.append(float(engine.step(part)))
         state, norm = engine.full_state_dict(), engine.grad_norm
@@ -179,8 +215,9 @@ def main(draws: int, first: int) -> None:
     for seed in range(first, first + draws):
         draw, start = random.Random(seed), time.perf_counter()
         kind = draw.choice(KINDS)
-        name = draw.choice([m for m in MODELS if kind != "ragged" or "router" not in m])
-        mesh = draw.choice([m for m in SPECS if m != "ring" or name != "mla"])
+        name = draw.choice([m for m in MODELS if kind not in ("ragged", "shared") or "router" not in m])
+        of_kind = SHARED if kind == "shared" else [m for m in SPECS if "batch" in SPECS[m]]
+        mesh = draw.choice([m for m in of_kind if not m.startswith("ring") or name != "mla"])
         off = worst(name, kind, mesh, 20, seed)
         wrong += off > 1e-12
         seconds = time.perf_counter() - start

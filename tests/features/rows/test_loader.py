@@ -19,7 +19,7 @@ from shardc.cli.ranks.worker import _data
 from shardc.errors import ShardcError
 from shardc.features.text.packing import Form
 from shardc.features.text.rows import Rows
-from shardc.runtime.data.ragged import Ragged
+from shardc.runtime.data.ragged import Ragged, Size
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import zoo
 from tests.features.rows import assignments
@@ -111,7 +111,7 @@ def test_each_sample_once_and_resumed_on_another_mesh(workers: int, tmp_path: Pa
         engine.save(tmp_path, overwrite=True)
         return values, engine.full_state_dict()
 
-    one, other = compiled(spec("dp")), compiled(spec("pp", microbatches=4))
+    one, other = compiled(spec("split sequence", microbatches=4)), compiled(spec("pp", microbatches=4))
     begun = loopback(one.mesh, lambda mesh: steps(mesh, one, 0, 9))
     ended = loopback(other.mesh, lambda mesh: steps(mesh, other, 9, 15))
     assert [*begun[0][0], *ended[0][0]] == pytest.approx(losses, rel=1e-12)
@@ -181,6 +181,8 @@ def test_packed_rows_by_what_a_ring_computes() -> None:
 
         balance, losses = loopback(program.mesh, work)[0]
         assert (balance.step.left_out, balance.ragged) == (left_out, False)
+        seconds = [balance.step.seconds(Size(32), sum(n * n for n in row)) for row in ((32,), (16, 16), (2,) * 16)]
+        assert (seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]) == left_out
         assert losses == pytest.approx(of_packed(), rel=1e-12)
 
 

@@ -1,4 +1,6 @@
-"""Any assignment of rows to ranks and microbatches is the same step, also where microbatches have their own lengths.
+"""Any assignment of rows to ranks and microbatches is the same step.
+
+Also where microbatches have lengths of their own, and where short rows of a split sequence are on fewer ranks.
 
 `python -m tests.features.rows.assignments 100` draws many more.
 """
@@ -17,6 +19,9 @@ CASES = [
     ("moe with a loss of its router", "packed", "zero 3"),
     ("mla", "ragged", "tp"),
     ("mla", "packed", "cp"),
+    ("dense", "shared", "ring of 4"),
+    ("moe", "shared", "zero 3, cp"),
+    ("mla", "shared", "pp, cp"),
 ]
 
 
