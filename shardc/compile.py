@@ -30,7 +30,6 @@ from shardc.cost.measured.device_file import of_spec
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
 from shardc.ir.outputs import OtherForward
-from shardc.optional import registered
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner, with_features
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.batch_rows import with_microbatches
@@ -102,8 +101,8 @@ def compile(
     spec = with_microbatches(model_plan.with_experts(spec, model, program), program)
     mode: Any = forward if isinstance(forward, OtherForward) or forward == "score" else bool(forward)
     options = Options(plan, compatible_with, mode)
-    for change in registered("passes", "recompiled_spec") if compatible_with is not None else ():
-        spec = change(spec, program, compatible_with)
+    if compatible_with is not None:
+        spec = recompile.spec_of(spec, program, compatible_with)
     if forward:
         spec, notes = forward_only.spec_of(spec)
         # no record of what a checkpoint trained: it was captured with the loss, in training mode

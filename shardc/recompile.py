@@ -1,6 +1,7 @@
 """Recompile a program when it is first needed for other batch sizes, eval mode or another spec.
 
-Batches may have fewer rows, such as the last ones of an epoch, or another sequence length. Eval mode needs a program
+Batches may have fewer rows, such as the last ones of an epoch, or another sequence length. With several times the rows,
+as balanced short rows have, fewer ranks share each row (shardc.features.sequence). Eval mode needs a program
 if forward branches on `self.training`. The new program is as exact as any: means are over the existing rows, and
 fewer rows that ranks and microbatches do not divide are padded (`uneven: pad`). The engine runs it on its parameters,
 buckets and optimizer, so it needs the layouts of the first one; weights move to the program of another spec.
@@ -19,6 +20,7 @@ from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.optional import registered
 from shardc.runtime.data.inputs import leaves, mapped, name_of, without_choices
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes, Use
@@ -142,6 +144,13 @@ class Resizer:
                 )
                 where = e.where if again or e.where != "engine.step" else "evaluating"
                 raise ShardcError(fault, where=where, fix=fix) from e
+
+
+def spec_of(spec: Spec, program: Program, running: Program) -> Spec:
+    """Return the spec for a captured batch of other sizes than the running program's, as features change it."""
+    for change in registered("passes", "recompiled_spec"):
+        spec = change(spec, program, running)
+    return spec
 
 
 def _without_numbers(_: Any, leaf: Any) -> Any:

@@ -101,8 +101,8 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
         for more in (False, True):  # with more rows, ranks of the sequence have rows of their own too
             split = by_rows | set(program.mesh.digits(*program.spec.token_axes) if more else ())
             axes = tuple(a for a in program.mesh.names if a in split)
-            parts = [p for p, size in zip(batch.parts, batch.sizes, strict=True) if (size.times > 1) == more]
-            given = [x for part in parts for _, x in leaves(part) if isinstance(x, Tensor)]
+            some = [p for p, size in zip(batch.parts, batch.sizes, strict=True) if (size.times > 1) == more]
+            given = [x for part in some for _, x in leaves(part) if isinstance(x, Tensor)]
             facts.append(Fact("the part of the batch", fingerprint(given), axes, where, SAME_BATCH))
         return [stated("the sizes of the step's microbatches", batch.every, where=where, fix=fix), *facts]
     tensors = {path: x for path, x in sorted(leaves(batch), key=lambda leaf: name_of(leaf[0])) if isinstance(x, Tensor)}

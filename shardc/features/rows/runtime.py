@@ -55,11 +55,11 @@ class Balance:
             raise ShardcError(fault, where="batch.lengths", fix=fix)
         lengths = sorted({next(n for n in named if n >= x) for x in sizes}) if self.ragged else [length]
         start = time.perf_counter()
-        programs = self._compiled([Size(n) for n in lengths])
+        programs = self._compiled(program, [Size(n) for n in lengths])
         axes = same_step.joined_axes(programs)
         if self.ragged and (more := more_rows(program, lengths)):
             try:
-                both = programs | self._compiled(more)
+                both = programs | self._compiled(program, more)
                 axes, programs = same_step.joined_axes(both), both
             except ShardcError as e:
                 mesh.note(f"{_WHERE}: short rows are split over as many ranks as long ones: {e.what}")
@@ -71,17 +71,22 @@ class Balance:
         self._run = {size: _run(p, mesh.rank, members) for size, p in programs.items()}
         self.rank_rows = len(samples_of(program, mesh.rank)) // program.microbatches
         groups, m, rows = self._places.shape
-        meet, left_out, every = program.spec.data.zero >= 2 and m > 1, leaves_out(program), list(programs)
-        if left_out and not self.ragged:  # what pairs cost shows at other lengths alone
-            every = [Size(n) for n in (length // 4, length // 2, length)]
-        seconds = of_sizes(self._prices(priced_sizes(every)))
-        self.step = Step(groups, m, rows, seconds, meet, tuple(programs) if self.ragged else (), length, left_out)
+        meet, left_out, every = program.spec.data.zero >= 2 and m > 1, leaves_out(program), tuple(programs)
+        if left_out and not self.ragged and program.resize is not None:
+            with contextlib.suppress(ShardcError):  # what pairs cost shows at other lengths alone
+                programs |= self._compiled(with_pad(program), [Size(length // 4), Size(length // 2)])
+        # the first rank's seconds, for all; on this machine, if it was measured
+        device, at = None if program.spec.device is not None else str(mesh.device.type), priced_sizes(sorted(programs))
+        prices = [of_program(programs[size], device) if mesh.rank == 0 else 0.0 for size in at]
+        whole = mesh.sum_on_host([round(x * 1e15) for x in prices])
+        seconds = of_sizes({size: n / 1e15 for size, n in zip(at, whole, strict=True)})
+        self.step = Step(groups, m, rows, seconds, meet, every if self.ragged else (), length, left_out)
         self._priced = lru_cache(_KEPT)(lambda samples: arranged(self.step, [self.rows[i] for i in samples]))
         self._order: tuple[int, Tensor] | None = None
 
-    def _compiled(self, sizes: Sequence[Size]) -> dict[Size, Program]:
+    def _compiled(self, program: Program, sizes: Sequence[Size]) -> dict[Size, Program]:
         """Compile a program for each size; the program itself is that of its own. Collective."""
-        program, mesh, programs = self._loader.program, self._loader.mesh, dict[Size, Program]()
+        mesh, programs = self._loader.mesh, dict[Size, Program]()
         for size in sizes:
             shapes, again = batch_sizes.shapes_of(program, size), cast(Any, program.resize)
             same = shapes == tuple(x.shape for x in program.inputs)
@@ -89,22 +94,6 @@ class Balance:
                 program if same else batch_sizes.recompile(program, again.batch, shapes, mesh, use="as compiled")
             )
         return programs
-
-    def _prices(self, sizes: Sequence[Size]) -> dict[Size, float]:
-        """Return the seconds of microbatches of these sizes that compile, of the first rank, for all. Collective."""
-        program, mesh, again = with_pad(self._loader.program), self._loader.mesh, cast(Any, self._loader.program.resize)
-        device = None if program.spec.device is not None else str(mesh.device.type)  # this machine, if measured
-        prices = [0] * len(sizes)
-        for i, size in enumerate(sizes if mesh.rank == 0 else ()):
-            shapes = batch_sizes.shapes_of(program, size)
-            same = shapes == tuple(x.shape for x in program.inputs)
-            if not same and again is None:  # a loaded program
-                continue
-            with contextlib.suppress(ShardcError):
-                made = program if same else again(self._loader.program, again.batch, shapes)
-                prices[i] = round(of_program(made, device) * 1e15)
-        whole = mesh.sum_on_host(prices)
-        return {size: n / 1e15 for size, n in zip(sizes, whole, strict=True) if n}
 
     def arranged(self, samples: Tensor) -> Tensor:
         """Return the samples of a step by their places in the global batch: i64[batch]."""
