@@ -92,6 +92,9 @@ class RankMesh(ABC):
         view._set_layout(layout)
         return view
 
+    def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
+        """Make the process groups for more sets of axes, if the mesh has any. Collective where some are missing."""
+
     def note(self, text: str) -> None:
         """Print a line for the user, on the first rank's stderr."""
         if self.rank == 0:

@@ -23,6 +23,7 @@ from shardc.runtime.stage import outputs
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.bindings import bound
 from shardc.runtime.stage.joint_stage import Tools
+from shardc.runtime.stage.mixed_sizes import MixedSum
 from shardc.runtime.stage.profiler_ranges import MakeFunction
 from shardc.runtime.stage.run import Run, Training, Values
 from shardc.runtime.stage.runnable import WRITING, RunnableStage, runnable, runnable_pair
@@ -64,51 +65,75 @@ class Interpreter:
             self._prologue = runnable(prologue, mesh.device, program) if prologue is not None else None
             takes = prologue.graph.find_nodes(op="placeholder") if prologue is not None else []
             self._prologue_inputs = [n.name for n in takes]
+            returned: Any = prologue.graph.output_node().args[0] if prologue is not None else ((),)
+            self._prologue_layouts = [n.meta["value"].layout for n in returned[0]]
             graphs = [program.stages[s].graph for s in stages]
-            calls_here = [n for g in graphs for n in g.find_nodes(op="call_function", target=total)]
-            #: Totals of the prologue that are also summed over ranks: {number: (axes, tag)}.
-            self._over_ranks = {int(n.args[1]): (n.args[2], n.name) for n in calls_here if len(n.args) > 2}
+            calls_here: list[Any] = [n for g in graphs for n in g.find_nodes(op="call_function", target=total)]
+            #: Totals of the prologue that are read here: {number: (axes over which they are summed too, tag)}.
+            self._read_totals = {int(n.args[1]): (n.args[2] if len(n.args) > 2 else (), n.name) for n in calls_here}
             calls = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
             #: How many totals there are, if forward computes some of them (`ops.summed`); else 0.
             self._total_count = max((int(str(n.args[2])) + 1 for n in calls), default=0)
         self.added_buffers = {b.name for b in program.buffers if b.adds}  # new values add up over microbatches
         self._each: tuple[Interpreter, ...] = ()
+        #: With sizes of their own: what each takes of the totals, and the sums of the prologue's values and of losses.
+        self.totals_of: list[tuple[Tensor, ...]] = []
+        self._sums: list[MixedSum] = []
+        self._loss_sum: MixedSum | None = None
 
     def of(self, microbatch: int) -> Interpreter:
         """Return the interpreter that runs a microbatch: itself, unless microbatches have lengths of their own."""
         return self._each[microbatch] if self._each else self
 
-    def with_each(self, each: Sequence[Interpreter]) -> Interpreter:
+    def with_each(self, each: Sequence[Interpreter], every: Sequence[Interpreter]) -> Interpreter:
         """Return this interpreter with one for each microbatch, of the same model for other sizes.
 
-        There may be fewer microbatches than compiled: the schedule leaves out the others.
+        There may be fewer microbatches than compiled: the schedule leaves out the others. every: those of all ranks.
         """
-        other = copy.copy(self)
+        other, among = copy.copy(self), dict.fromkeys((self, *every))
         other._each = tuple(each)
+        other._sums = [
+            MixedSum({one: one._prologue_layouts[k] for one in among}) for k in range(len(self._prologue_layouts))
+        ]
+        if (loss := loss_value(self.program)) is not None:
+            other._loss_sum = MixedSum({one: (loss_value(one.program) or loss).layout for one in among})
+            self.mesh.add_groups([s.axes for s in (*other._sums, other._loss_sum)])
         if len(each) < self.program.microbatches:
             other.__dict__.pop("_forward_actions", None)
             other.schedule = schedule.shortened(self.schedule, len(each))
             other.actions = other.schedule.actions[self.at]
         return other
 
+    def loss_summand(self, microbatch: int, loss: Tensor) -> Tensor:
+        """Return what this rank adds of a microbatch's loss."""
+        return loss if self._loss_sum is None else self._loss_sum.summand(loss, self.of(microbatch))
+
     def compute_totals(self, values: Values) -> None:
         """Compute the sums over all microbatches that each microbatch needs, before a step (shardc.passes.accumulate).
 
         The prologue sums values of the batch. Where forward needs sums of its own values, all forwards run once more.
         """
-        totals = self._prologue_totals(values)
-        for i in self._over_ranks:
-            totals[i] = totals[i].contiguous()  # summed in place
-        over_ranks = {
-            i: self.mesh.start_all_reduce(totals[i], axes, direction="forward", tag=tag)
-            for i, (axes, tag) in sorted(self._over_ranks.items())
-        }
+        totals, over_ranks = self._prologue_totals(values), dict[int, Any]()
+        for i, (axes, tag) in sorted(self._read_totals.items()):
+            if self._each:
+                totals[i] = self.mesh.all_reduce(totals[i], self._sums[i].axes, direction="forward", tag=tag)
+            elif axes:
+                totals[i] = totals[i].contiguous()  # summed in place
+                over_ranks[i] = self.mesh.start_all_reduce(totals[i], axes, direction="forward", tag=tag)
+        self.totals_of = [
+            tuple(
+                s.taken(x, one, one._read_totals.get(i, ((),))[0])
+                for i, (s, x) in enumerate(zip(self._sums, totals, strict=True))
+            )
+            for one in self._each
+        ]
         self.mesh.step.set_microbatch(0, len(values), totals, over_ranks)
         if self._total_count:
             sums = self._forward_totals(values)
             none = torch.zeros((), device=self.mesh.device)  # for stages of other ranks
-            later = (sums.get(i, none) for i in range(len(totals), self._total_count))
+            later = tuple(sums.get(i, none) for i in range(len(totals), self._total_count))
             self.mesh.step.set_microbatch(0, len(values), (*totals, *later), over_ranks)
+            self.totals_of = [(*given, *later) for given in self.totals_of]
 
     def _prologue_totals(self, values: Values) -> list[Tensor]:
         """Run the prologue, which uses no parameters, on each microbatch, and add up its results."""
@@ -118,6 +143,8 @@ class Interpreter:
             assert one._prologue is not None
             self.mesh.step.set_microbatch(i, len(values))
             sums, _ = one._prologue(*(microbatch.get(n) for n in one._prologue_inputs))
+            if self._each:
+                sums = [s.summand(x, one) for s, x in zip(self._sums, sums, strict=True)]
             totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else list(sums)
         return totals
 
@@ -187,6 +214,8 @@ class Interpreter:
         """Return the step's loss from this rank's summands."""
         total = sum(losses[1:], losses[0]) if losses else self.zero()
         axes = loss_axes(self.program)
+        if self._loss_sum is not None:
+            axes = (*self._loss_sum.axes, *([self.pipeline_axis] if self.pipeline_axis else []))
         return self.mesh.all_reduce(total, axes, direction="forward", tag="loss") if axes else total
 
     def zero(self) -> Tensor:

@@ -142,8 +142,9 @@ class Run:
 
     def _set_microbatch(self, action: Action) -> MicrobatchContext:
         """Make an action's microbatch the current one, with the totals of this step; return its context."""
-        step = self.mesh.step
-        step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.works)
+        step, given = self.mesh.step, self.interpreter.totals_of
+        totals = given[action.microbatch] if given else step.running.totals
+        step.set_microbatch(action.microbatch, len(self.values), totals, step.running.works)
         context: MicrobatchContext = step.running
         return context
 
@@ -195,7 +196,7 @@ class Run:
             adds = name in self.new_values and name in self.interpreter.added_buffers
             self.new_values[name] = self.new_values[name] + new.detach() if adds else new.detach()
         if loss is not None:
-            self.losses.append(loss.detach())
+            self.losses.append(self.interpreter.loss_summand(m, loss.detach()))
         if kept is not None:
             self.kept[s, m] = _Kept(loss, kept)
         out = dict(zip(stage.sends, sent, strict=True))
@@ -311,7 +312,7 @@ class Run:
                 edge_grads = {}
                 for name, value in edge.differentiable():
                     grad = grads.get(name)
-                    edge_grads[name] = grad if grad is not None else self.interpreter.empty(value).zero_()
+                    edge_grads[name] = grad if grad is not None else self.interpreter.of(m).empty(value).zero_()
                 self._deliver(edge, m, edge_grads, "backward")
 
     def reduce(self, action: Action) -> None:
@@ -352,7 +353,7 @@ class Run:
         """Begin to receive (RECV_F, RECV_B)."""
         edge, way = self._edge_of(action)
         received = zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable()
-        into = {n: self.interpreter.empty(v) for n, v in received}
+        into = {n: self.interpreter.of(action.microbatch).empty(v) for n, v in received}
         peer = self.interpreter.schedule.placement[action.peer]
         works = [self.mesh.start_receive(x, self.interpreter.pipeline_axis, peer, tag=n) for n, x in into.items()]
         self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))

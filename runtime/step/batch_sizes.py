@@ -24,7 +24,6 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.runtime.data.inputs import Path, batch_dims, leaves, mapped, name_of
 from shardc.runtime.data.ragged import Size
-from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.communicators import groups_of
 
@@ -240,7 +239,7 @@ def recompile(program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: U
     mesh.barrier()  # if ranks are threads of one process, none may run during compilation
     result = _recompiled(program, batch, shapes, mesh, use)
     mesh.barrier()
-    if isinstance(mesh, TorchMesh) and result.mesh == program.mesh:  # else a view of it has them
+    if result.mesh == program.mesh:  # else a view of it has them
         mesh.add_groups(groups_of(result))
     return result
 

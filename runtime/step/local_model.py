@@ -107,7 +107,7 @@ class LocalModel:
             each.append(interpreter)
             own = {"mesh": interpreter.mesh, **dict(zip((x.name for x in program.inputs), mine, strict=True))}
             values.append({**self.stored(), **constants, **own})
-        return self.interpreter.with_each(each), values
+        return self.interpreter.with_each(each, [one for one, _ in by_size.values()]), values
 
     def _taken(self, program: Program, batch: Any, *, local: bool) -> list[Tensor]:
         """Cut this rank's part. Raise one rank's error on all, if choices are given: each rank checks only its own."""

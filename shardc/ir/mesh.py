@@ -96,6 +96,15 @@ class Mesh:
         """Return whether the mesh has an axis or a digit of this name."""
         return axis in self._digits
 
+    def coarser(self, digits: Iterable[str]) -> frozenset[str]:
+        """Return the axes of this mesh that the digits of a finer one are, or are a part of.
+
+        >>> sorted(Mesh.of({"dp": 2, "cp": 4}).coarser(["dp", "cp.1"]))
+        ['cp', 'dp']
+        """
+        levels = {d: [d.rsplit(".", i)[0] for i in range(d.count(".") + 1)] for d in digits}
+        return frozenset(next(name for name in some if name in self.names) for some in levels.values())
+
     @cached_property
     def _digits(self) -> dict[str, tuple[str, ...]]:
         digits: dict[str, tuple[str, ...]] = {}

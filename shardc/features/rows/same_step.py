@@ -19,9 +19,10 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import calls, operands_of, source_of, values_of
-from shardc.ir.outputs import loss_axes
+from shardc.ir.placement import Partial
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
+from shardc.runtime import ops
 from shardc.runtime.data.inputs import batch_dims
 from shardc.runtime.data.ragged import Size
 
@@ -51,8 +52,7 @@ def _joined(base: Program, programs: Mapping[Size, Program], sizes: tuple[Size, 
     said = " and ".join(f"{s.length}{f' ({s.times} times as many)' if s.times > 1 else ''}" for s in sizes)
     _check_model(one, other, said)
     edges = [[(e.source, e.target, e.gradient) for e in p.edges] for p in (one, other)]
-    partial = [_within(base, p, loss_axes(p)) for p in (one, other)]
-    if _sums(one) != _sums(other) or edges[0] != edges[1] or partial[0] != partial[1]:
+    if _sums(one) != _sums(other) or edges[0] != edges[1] or _summed(base, one) != _summed(base, other):
         fault = f"the programs for rows of {said} are split in different ways, so they cannot run in one step"
         fix = "give lengths that are nearer to each other, or name the splits in `shard`; or leave out balance"
         raise ShardcError(fault, where=_WHERE, fix=fix)
@@ -71,13 +71,7 @@ def _joined(base: Program, programs: Mapping[Size, Program], sizes: tuple[Size, 
 
 def _within(base: Program, program: Program, axes: Iterable[str]) -> frozenset[str]:
     """Return axes of a program as digits of the base's mesh."""
-
-    def digit(name: str) -> str:
-        while name not in base.mesh.names and "." in name:
-            name = name.rpartition(".")[0]
-        return name
-
-    return frozenset(map(digit, program.mesh.digits(*axes)))
+    return base.mesh.coarser(program.mesh.digits(*axes))
 
 
 def axes_of_rows(program: Program) -> set[str]:
@@ -93,12 +87,19 @@ def _collectives(program: Program) -> list[tuple[str, tuple[str, ...], int]]:
     return [(f"{c.kind}/{c.backward} {name}", c.axes, c.bytes) for name, c in found]
 
 
-def _sums(program: Program) -> list[tuple[int, ...]]:
-    """Return the shapes of what a step adds up over microbatches."""
+def _sums(program: Program) -> list[tuple[Any, ...]]:
+    """Return the shapes and shards of what a step adds up over microbatches."""
     if program.prologue is None:
         return []
     returned: Any = program.prologue.graph.output_node().args[0]
-    return [tuple(v.shape) for n in returned[0] for v in values_of(n)]
+    return [(v.shape, v.layout.shards()) for n in returned[0] for v in values_of(n)]
+
+
+def _summed(base: Program, program: Program) -> list[frozenset[str]]:
+    """Return over which axes ranks have summands of outputs, and of values that a forward of all microbatches adds."""
+    calls = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=ops.summed)]
+    partial = [[a for a, p in values_of(n)[0].layout.items if isinstance(p, Partial)] for n in calls]
+    return [_within(base, program, axes) for axes in (*partial, *(o.summed_over for o in program.outputs))]
 
 
 def _check_model(one: Program, other: Program, said: str) -> None:

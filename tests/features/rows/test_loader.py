@@ -93,6 +93,35 @@ def test_steps_are_one_devices(name: str) -> None:
     assert len({p.sizes for p in parts}) > 3  # microbatches do have lengths of their own
 
 
+SHORT_ON_FEWER = {
+    "counted by other ranks": {
+        "mesh": {"a": 4, "b": 2},
+        "sequence": {"axis": ["a", "b"], "method": ["gather", "ring"]},
+    },
+    "stages": {"mesh": {"pp": 2, "cp": 4}, "sequence": {"axis": "cp"}, "pipeline": {"axis": "pp", "cut": ["up"]}},
+    "sharded over them": {"mesh": {"cp": 4}, "sequence": {"axis": "cp"}, "data": {"axis": ["cp"], "zero": 3}},
+}
+
+
+@pytest.mark.parametrize("name", SHORT_ON_FEWER)
+def test_short_rows_on_fewer_ranks(name: str) -> None:
+    """Steps have fewer microbatches than compiled. The program for 8 tokens counts labels over fewer ranks."""
+    batch = {"batch": {**BALANCED, "lengths": [8, 16, 32], "microbatches": 8}}
+    program, (losses, weights) = compiled(SHORT_ON_FEWER[name] | batch), plain(in_order(3, 6))
+
+    def work(mesh: LoopbackMesh) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+        engine = program.engine(NET, sgd, mesh=mesh)
+        parts = list(engine.loader(Known(), seed=3))
+        return [float(engine.step(part, local=True)) for part in parts], engine.full_state_dict(), parts
+
+    for values, state, parts in loopback(program.mesh, work):
+        assert values == pytest.approx(losses, rel=1e-12)
+        for n, x in weights.items():
+            torch.testing.assert_close(state[n], x, rtol=1e-10, atol=1e-12)
+        assert max(len(p.parts) for p in parts) < 8
+        assert {size.times for p in parts for size in p.sizes} > {1}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_sample_once_and_resumed_on_another_mesh(workers: int, tmp_path: Path) -> None:
     """Two and a half epochs, saved in the middle of one, by a dataset of which ranks find the lengths."""
