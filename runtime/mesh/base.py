@@ -94,6 +94,7 @@ class RankMesh(ABC):
 
     def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make the process groups for more sets of axes, if the mesh has any. Collective where some are missing."""
+        return
 
     def note(self, text: str) -> None:
         """Print a line for the user, on the first rank's stderr."""
