@@ -27,6 +27,7 @@ from shardc.runtime import launch
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import warm
 from tests.features.reshard import engine_slices
+from tests.zoo import hf, hf_more
 
 torch.set_num_threads(1)
 SPECS: dict[str, dict[str, Any]] = {
@@ -270,6 +271,15 @@ def test_what_vllm_cannot_have_is_refused() -> None:
         with pytest.raises(shardc.ShardcError, match="origin names") as e:
             program.reshard(replace(engines.vllm(model, 2), origin=origin))
         assert e.value.fix
+
+
+def test_the_biases_of_divided_experts_are_divided() -> None:
+    model, _ = hf.build(hf_more.FAMILIES["gpt_oss"])  # transformers: MoEParamShard(Shard(0)), for all that the plan names
+    layout = engines.transformers(model, 2, ep=True)
+    for name, x in model.named_parameters():
+        if ".experts." in name:
+            shapes = {by_rank(layout.tensors[name].shapes, r) for r in range(2)}
+            assert shapes == {(x.shape[0] // 2, *x.shape[1:])}, name
 
 
 def test_layout_files_are_read_as_they_were_written(tmp_path: Path) -> None:
