@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +30,8 @@ CHOICES = "choices"
 
 def with_choices(batch: Any, choices: Mapping[str, Any]) -> Any:
     """Return a batch with choices beside its own entries; None is the key of a batch that is one tensor."""
-    if isinstance(batch, Mapping):
-        own = dict(batch)
-    elif hasattr(batch, "_asdict"):
-        own = batch._asdict()
-    else:
-        own = dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {None: batch}
+    inner = entries(batch)
+    own = dict(inner) if inner is not None else {None: batch}
     return {**own, CHOICES: {**own.get(CHOICES, {}), **choices}}
 
 
@@ -49,19 +45,29 @@ def without_choices(batch: Any) -> Any:
     return tuple(own.values()) if own and all(isinstance(k, int) for k in own) else own
 
 
+def entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return (key, value) of a mapping, a named tuple or a sequence, as paths of inputs name them; None of a leaf."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    return enumerate(value) if isinstance(value, (list, tuple)) else None
+
+
+def with_values(nested: Any, values: list[Any]) -> Any:
+    """Return a mapping, a named tuple or a sequence of the same form with other values, in the order of `entries`."""
+    if isinstance(nested, Mapping):
+        return dict(zip(nested, values, strict=True))
+    return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
+
+
 def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) of everything in a nested batch of mappings and sequences."""
-    if isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from leaves(value, (*path, key) if key is not None else path)
-    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        for key, value in zip(batch._fields, batch, strict=True):
-            yield from leaves(value, (*path, key))
-    elif isinstance(batch, (tuple, list)):
-        for i, value in enumerate(batch):
-            yield from leaves(value, (*path, i))
-    else:
+    if (inner := entries(batch)) is None:
         yield path, batch
+        return
+    for key, value in inner:
+        yield from leaves(value, path if key is None else (*path, key))
 
 
 def prepared(program: Program, batch: Any, choices: Any = None, *, local: bool) -> Any:
@@ -73,13 +79,9 @@ def prepared(program: Program, batch: Any, choices: Any = None, *, local: bool) 
 
 def mapped(batch: Any, path: Path, leaf: Callable[[Path, Any], Any]) -> Any:
     """Return a nested batch with every leaf replaced by leaf(path, leaf)."""
-    if isinstance(batch, Mapping):
-        return {k: mapped(v, (*path, k) if k is not None else path, leaf) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(v, (*path, k), leaf) for k, v in zip(batch._fields, batch, strict=True)))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(mapped(v, (*path, i), leaf) for i, v in enumerate(batch))
-    return leaf(path, batch)
+    if (inner := entries(batch)) is None:
+        return leaf(path, batch)
+    return with_values(batch, [mapped(x, path if key is None else (*path, key), leaf) for key, x in inner])
 
 
 def name_of(path: Path) -> str:
