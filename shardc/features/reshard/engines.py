@@ -25,7 +25,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.features.reshard.conventions import checked
 from shardc.features.reshard.layout import DTYPES, EIGHT_BITS, Held, Layout, Part, by_rank, scales_of
 from shardc.features.reshard.moves import Moves
-from shardc.features.reshard.places import InPlan, Kept, Key, Listed, Place, Plan, Wanted, Whole, readable
+from shardc.features.reshard.places import Kept, Key, Listed, Place, Plan, Wanted, Whole, readable
 from shardc.features.reshard.transports import OverAddress, OverMesh, Transport
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
@@ -66,7 +66,7 @@ def sources(plan: Plan, layout: Layout) -> Sources:
     for x in layout.tensors.values():
         for of in dict.fromkeys(p.of for p in x.parts if p.of):
             shape = shapes[of]
-            kept = _readable(plan, first.get(of, of), torch.float32 if x.scale is not None else _DTYPES[x.dtype])
+            kept = readable(plan, first.get(of, of), torch.float32 if x.scale is not None else _DTYPES[x.dtype])
             if x.scale is None:
                 dtype = str(kept.dtype).removeprefix("torch.")
                 result[of, x.dtype] = Source(kept.key, dtype, shape, boxes(kept.place))
@@ -89,13 +89,6 @@ def ties(program: Program) -> dict[str, str]:
     """Return the first name of each tensor under its other names."""
     stored: list[Param | Buffer] = [*program.params, *program.buffers]
     return {alias: x.fqn for x in stored for alias in x.aliases}
-
-
-def _readable(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
-    if name in plan.params:
-        return readable(plan, name, dtype)
-    b = plan.buffers[name]
-    return Kept(("buffer", b.name), b.dtype, InPlan(plan, name))
 
 
 def wanted(layout: Layout, of: Sources, processes: Sequence[int | None]) -> list[Wanted]:
