@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from shardc import torch_private
 from shardc.cli.model_file import load, seed_everything
@@ -25,7 +24,7 @@ from shardc.cli.ranks import save_lock
 from shardc.cli.ranks.make_job import run_folder
 from shardc.cli.ranks.save_lock import check_shared, lock, lock_all
 from shardc.cli.ranks.step_lines import StepLines, duration
-from shardc.cli.ranks.training_data import Batches, _taken_over
+from shardc.cli.ranks.training_data import Batches
 from shardc.cli.run import _settings
 from shardc.cli.run import command as command_of_run
 from shardc.errors import ShardcError
@@ -354,6 +353,7 @@ def test_each_key_of_the_section_is_an_option() -> None:
         ({"trace": (2,)}, "trace needs a folder to write to"),
         ({"memory_snapshot": (2,)}, "memory-snapshot needs a folder to write to"),
         ({"tensorboard": True}, "tensorboard needs a folder to write to"),
+        ({"track": ("tensorboard",)}, "tensorboard needs a folder to write to"),
         ({"auto_resume": True}, "a restart needs a saved checkpoint"),
         ({"save_every": 2}, "checkpoints need a folder"),
     ],
@@ -547,25 +547,6 @@ def test_folders_are_tried_before_anything_runs(folder: Path, args: list[str], t
 
 
 # --- the parts
-
-
-def test_only_plain_samplers_are_taken_over() -> None:
-    rows = TensorDataset(torch.randn(8, 2))
-    assert _taken_over(DataLoader(rows, batch_size=4, shuffle=True)) == {
-        "batch_size": 4,
-        "shuffle": True,
-        "drop_last": False,
-        "collate_fn": torch.utils.data.default_collate,
-        "num_workers": 0,
-        "pin_memory": False,
-        "timeout": 0,
-        "worker_init_fn": None,
-        "multiprocessing_context": None,
-        "prefetch_factor": None,
-        "persistent_workers": False,
-    }
-    assert _taken_over(DataLoader(rows, batch_size=4, sampler=WeightedRandomSampler([0.5] * 8, 8))) is None
-    assert _taken_over(DataLoader(rows, batch_size=None)) is None
 
 
 def test_an_iterator_is_made_again_for_each_epoch_and_draws_the_same_on_every_rank() -> None:
