@@ -23,6 +23,7 @@ from shardc.runtime.launch import free_port
 from shardc.runtime.mesh import presence
 from tests import warm
 
+#: Other tests extend it: the last definition of a name counts.
 MODEL = """
 import torch
 from torch import nn

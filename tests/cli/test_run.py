@@ -31,6 +31,7 @@ from shardc.errors import ShardcError
 from shardc.runtime.launch import free_port
 from shardc.spec import Run
 from tests import warm
+from tests.cli.test_cli import MODEL as MLP
 
 MODEL = """
 import os, signal, time, shardc, torch
@@ -199,18 +200,10 @@ def test_an_error_in_an_update_on_one_rank_ends_all(folder: Path) -> None:
     assert [p.name for p in (folder / "out" / "checkpoint").iterdir() if p.is_dir()] == ["step-000002"]
 
 
-HOLES = """
-import torch
-from torch import nn
+HOLES = (
+    MLP
+    + """
 from torch.utils.data import DataLoader, Dataset, default_collate
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return (self.down(self.up(x).relu()) - x).square().mean()
 
 class Rows(Dataset):
     def __len__(self):
@@ -218,9 +211,6 @@ class Rows(Dataset):
     def __getitem__(self, i):  # the first batch lacks a row, the third is nan
         x = torch.full((8,), i / 40.0)
         return None if i == 5 else {"x": x * float("nan") if 16 <= i < 24 else x}
-
-def model():
-    return Net()
 
 def batch():
     return {"x": torch.ones(8, 8)}
@@ -231,6 +221,7 @@ def collate(samples):
 def data(split):
     return DataLoader(Rows() if split == "train" else torch.utils.data.Subset(Rows(), range(8)), 8, collate_fn=collate)
 """
+)
 
 
 def test_a_run_with_bad_samples_that_goes_back(folder: Path) -> None:

@@ -29,6 +29,7 @@ from shardc.runtime.data.worker import Rest, started
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from tests import example_program, warm
+from tests.cli.test_cli import MODEL as MLP
 
 MESHES: list[dict[str, int]] = [
     {},
@@ -492,18 +493,10 @@ def test_a_batch_whose_step_did_not_come_to_its_end_comes_again(fails: bool, tmp
     assert losses == pytest.approx(one_device(5), rel=1e-12)
 
 
-MODEL = """
-import torch
-from torch import nn
+MODEL = (
+    MLP
+    + """
 from torch.utils.data import Dataset
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x))).square().mean()
 
 class Rows(Dataset):
     def __init__(self, size):
@@ -514,12 +507,6 @@ class Rows(Dataset):
 
     def __getitem__(self, i):
         return torch.full((8,), float(i))
-
-def model():
-    return Net()
-
-def batch():
-    return {"x": torch.ones(4, 8)}
 
 def collate(rows):
     return {"x": torch.stack(rows) / 18}
@@ -533,6 +520,7 @@ def optimizer(params):
 def scheduler(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 """
+)
 
 
 def test_run_reads_a_dataset_and_resumes_it_on_another_mesh(tmp_path: Path) -> None:
