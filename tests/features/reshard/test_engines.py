@@ -23,7 +23,7 @@ from shardc import engines
 from shardc.api import Program
 from shardc.features.reshard import conventions
 from shardc.features.reshard.engines import sizes, ties
-from shardc.features.reshard.layout import Held, Layout, Part, by_rank, check
+from shardc.features.reshard.layout import Held, Layout, Scale, by_rank, check
 from shardc.runtime import launch
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import warm
@@ -201,9 +201,13 @@ def _positional(rank: int, run: functools.partial[None]) -> None:
     run(rank)
 
 
-def shorter(part: Part) -> Part:
-    offset, shape = part.boxes[0] or ((), ())
-    return replace(part, boxes=((offset, (shape[0] - 1, *shape[1:])), *part.boxes[1:]))
+def shorter(box: Any) -> Any:
+    offset, shape = box
+    return offset, (shape[0] - 1, *shape[1:])
+
+
+def changed_part(x: Held, **facts: Any) -> Held:
+    return replace(x, parts=(replace(x.parts[0], **facts), *x.parts[1:]))
 
 
 def swapped(x: Held) -> Held:
@@ -215,7 +219,7 @@ def swapped(x: Held) -> Held:
 #: Faults of a tensor; None: it is missing, or has another name.
 FAULTS: dict[str, Callable[[Held], Held] | None] = {
     "order": swapped,
-    "short": lambda x: replace(x, parts=(shorter(x.parts[0]), *x.parts[1:])),
+    "short": lambda x: changed_part(x, boxes=(shorter(x.parts[0].boxes[0]), *x.parts[0].boxes[1:])),
     "missing": None,
     "dtype": lambda x: replace(x, dtype="float64"),
     "rank twice": lambda x: replace(x, parts=tuple(replace(p, boxes=p.boxes[:1] * len(p.boxes)) for p in x.parts)),
@@ -223,8 +227,13 @@ FAULTS: dict[str, Callable[[Held], Held] | None] = {
     "name": None,
     "no dtype": lambda x: replace(x, dtype="int4"),
     "shape": lambda x: replace(x, shapes=tuple((s[0] + 1, *s[1:]) for s in x.shapes)),
-    "entries": lambda x: replace(x, parts=(replace(x.parts[0], boxes=(*x.parts[0].boxes, None)), *x.parts[1:])),
-    "unknown": lambda x: replace(x, parts=(replace(x.parts[0], of=f"{x.parts[0].of}s"), *x.parts[1:])),
+    "entries": lambda x: changed_part(x, boxes=(*x.parts[0].boxes, None)),
+    "unknown": lambda x: changed_part(x, of=f"{x.parts[0].of}s"),
+    "no scale": lambda x: replace(x, dtype="float8_e5m2"),
+    "blocks": lambda x: replace(x, dtype="float8_e5m2", scale=Scale("scale", (1, 1, 1))),
+    "dims": lambda x: changed_part(x, dims=(0, 0)),
+    "box": lambda x: changed_part(x, boxes=(((1 << 20,) * len(x.shapes[0]), x.shapes[0]),)),
+    "place": lambda x: changed_part(x, at=((1,) * len(x.shapes[0]),)),
 }
 
 
@@ -256,9 +265,24 @@ def test_wrong_layouts_are_refused_before_anything_is_sent(kind: str) -> None:
         except shardc.ShardcError as e:
             passed += [f"{fault} {n}: no place or fix" for error in e.errors if not (error.where and error.fix)]
     assert not passed
+    for more, said in (({"unused": ("*.lost",)}, "the model has no tensor"), ({"ranks": 0}, "an engine of 0 ranks")):
+        with pytest.raises(shardc.ShardcError, match=said):
+            program.reshard(replace(right, origin={}, **more))
+    with pytest.raises(shardc.ShardcError, match="an engine has no optimizer"):
+        program.reshard(right, moments=2)
 
 
-def test_what_vllm_cannot_have_is_refused() -> None:
+def test_what_an_engine_cannot_have_is_refused() -> None:
+    other = nn.Module()
+    other.config, other.strange = build().config, nn.Linear(4, 4)
+    for make, said in (
+        (lambda: engines.sglang(other, 2), "no rule of sglang is known for 'strange'"),
+        (lambda: engines.vllm(build(), 0), "tp is 0"),
+        (lambda: engines.transformers(other, 2), "the model has no tp_plan"),
+        (lambda: engines.receive("nowhere", engines.vllm(build()), {"a": torch.ones(1)}), "'nowhere' is no address"),
+    ):
+        with pytest.raises(shardc.ShardcError, match=said):
+            make()
     with pytest.raises(shardc.ShardcError, match="4 heads do not divide over 8 ranks"):
         engines.vllm(build(), 8)  # only heads of keys and values are repeated
     with pytest.raises(shardc.ShardcError, match="128 in dim 0 do not divide over 3 ranks"):
@@ -317,17 +341,26 @@ def test_what_an_engine_describes_is_a_layout() -> None:
         assert torch.equal(tensors[rank]["head_t"], w["lm_head.weight"].detach()[rank * 50 : (rank + 1) * 50].t())
 
 
-def test_the_engines_tensors_are_checked_before_anything_is_sent() -> None:
+@pytest.mark.parametrize(
+    ("tp", "has", "said"),
+    [
+        (2, torch.ones(32), r"has float32 \[32\], and the layout bfloat16 \[32\]"),
+        (2, None, "the engine has no such tensor"),
+        (8, None, "the engine has 8 ranks, and there are 4 processes for them"),
+    ],
+)
+def test_the_engines_tensors_are_checked_before_anything_is_sent(tp: int, has: Tensor | None, said: str) -> None:
     model, program = compiled("tp")
-    layout = engines.vllm(model, 2)
+    layout = engines.vllm(model, 2) if tp == 2 else engines.transformers(model, tp)
 
     def work(mesh: LoopbackMesh) -> None:
         tensors = engine_tensors(layout, program, mesh.rank) if mesh.rank < 2 else None
         if tensors is not None:
-            tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+            tensors.pop("model.norm.weight")
+            tensors |= {"model.norm.weight": has} if has is not None else {}
         program.engine(model, None, mesh=mesh).weights_to(engines.here(layout, tensors))
 
-    with pytest.raises(shardc.ShardcError, match=r"has float32 \[32\], and the layout bfloat16 \[32\]"):
+    with pytest.raises(shardc.ShardcError, match=said):
         loopback(program.mesh, work)
 
 
