@@ -154,19 +154,12 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     _check_form(program, batch, by_path)
     check_real(by_path)
     errors = Errors()
-    renamed = _renamed(program, by_path)
-    if renamed is not None:
-        x, path = renamed
-        fault = f"the batch has {name_of(path)!r} instead, {type_name(x.dtype, by_path[path].shape)}"
-        errors.add(fault, where=name_of(x.path), fix=f"rename {name_of(path)!r} to {name_of(x.path)!r}")
-        errors.raise_any()
-    expected = {x.path for x in program.inputs}
+    expected, lacking = {x.path for x in program.inputs}, [x for x in program.inputs if x.path not in by_path]
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and path not in expected:
-            if any(path[: len(x.path)] == x.path for x in program.inputs if x.path not in by_path):
+            if any(path[: len(x.path)] == x.path for x in lacking):
                 continue  # an entry of a list where a tensor is expected: reported below
-            lacking = [x for x in program.inputs if x.path not in by_path]
-            same_form = (name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype))
+            same_form = (name_of(x.path) for x in lacking if (len(x.shape), x.dtype) == (leaf.ndim, leaf.dtype))
             near = nearest(name_of(path), [name_of(x.path) for x in lacking]) or next(same_form, "")
             fault = f"the program was compiled without this input, {type_name(leaf.dtype, leaf.shape)}"
             fix = f"name it {near!r}" if near else "leave it out, or compile again with a batch that has it"
@@ -183,7 +176,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
             fault = f"its size {list(x.shape)} does not divide over ranks: the whole size is unknown from a part"
-            fault, fix = fault, "pass the whole batch, without local=True, or make the size divide"
+            fix = "pass the whole batch, without local=True, or make the size divide"
             errors.add(fault, where=name_of(x.path), fix=fix)
             continue
         part = x.layout.local_shape(x.shape, program.mesh)
@@ -200,18 +193,6 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     for check in registered("runtime", "check_inputs"):
         check(program, parts, rank)
     return parts
-
-
-def _renamed(program: Program, by_path: Mapping[Path, Any]) -> tuple[Input, Path] | None:
-    """Return the one missing input, and the one unknown tensor of the same kind in the batch."""
-    paths = {x.path for x in program.inputs}
-    missing = [x for x in program.inputs if x.path not in by_path]
-    unknown = [path for path, leaf in by_path.items() if isinstance(leaf, Tensor) and path not in paths]
-    if len(missing) != 1 or len(unknown) != 1:
-        return None
-    (x,), (path,) = missing, unknown
-    leaf = by_path[path]
-    return (x, path) if leaf.dtype == x.dtype and leaf.ndim == len(x.shape) and path[:-1] == x.path[:-1] else None
 
 
 def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> None:
