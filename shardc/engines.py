@@ -26,16 +26,9 @@ if TYPE_CHECKING:
 
 #: Public name -> the file of the feature that defines it.
 _FILES = {
-    "Layout": "layout",
-    "at": "engines",
-    "described": "conventions",
-    "files": "engines",
-    "here": "engines",
-    "receive": "engines",
-    "sglang": "conventions",
-    "through": "engines",
-    "transformers": "tp_plan",
-    "vllm": "conventions",
+    **dict.fromkeys(("described", "sglang", "vllm"), "conventions"),
+    **dict.fromkeys(("at", "files", "here", "receive", "through"), "engines"),
+    **{"Layout": "layout", "transformers": "tp_plan"},
 }
 __all__ = list(_FILES)
 

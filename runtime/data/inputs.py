@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +30,8 @@ CHOICES = "choices"
 
 def with_choices(batch: Any, choices: Mapping[str, Any]) -> Any:
     """Return a batch with choices beside its own entries; None is the key of a batch that is one tensor."""
-    if isinstance(batch, Mapping):
-        own = dict(batch)
-    elif hasattr(batch, "_asdict"):
-        own = batch._asdict()
-    else:
-        own = dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {None: batch}
+    inner = entries(batch)
+    own = dict(inner) if inner is not None else {None: batch}
     return {**own, CHOICES: {**own.get(CHOICES, {}), **choices}}
 
 
@@ -49,19 +45,29 @@ def without_choices(batch: Any) -> Any:
     return tuple(own.values()) if own and all(isinstance(k, int) for k in own) else own
 
 
+def entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return (key, value) of a mapping, a named tuple or a sequence, as paths of inputs name them; None of a leaf."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    return enumerate(value) if isinstance(value, (list, tuple)) else None
+
+
+def with_values(nested: Any, values: list[Any]) -> Any:
+    """Return a mapping, a named tuple or a sequence of the same form with other values, in the order of `entries`."""
+    if isinstance(nested, Mapping):
+        return dict(zip(nested, values, strict=True))
+    return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
+
+
 def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) of everything in a nested batch of mappings and sequences."""
-    if isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from leaves(value, (*path, key) if key is not None else path)
-    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        for key, value in zip(batch._fields, batch, strict=True):
-            yield from leaves(value, (*path, key))
-    elif isinstance(batch, (tuple, list)):
-        for i, value in enumerate(batch):
-            yield from leaves(value, (*path, i))
-    else:
+    if (inner := entries(batch)) is None:
         yield path, batch
+        return
+    for key, value in inner:
+        yield from leaves(value, path if key is None else (*path, key))
 
 
 def prepared(program: Program, batch: Any, choices: Any = None, *, local: bool) -> Any:
@@ -73,13 +79,9 @@ def prepared(program: Program, batch: Any, choices: Any = None, *, local: bool) 
 
 def mapped(batch: Any, path: Path, leaf: Callable[[Path, Any], Any]) -> Any:
     """Return a nested batch with every leaf replaced by leaf(path, leaf)."""
-    if isinstance(batch, Mapping):
-        return {k: mapped(v, (*path, k) if k is not None else path, leaf) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(v, (*path, k), leaf) for k, v in zip(batch._fields, batch, strict=True)))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(mapped(v, (*path, i), leaf) for i, v in enumerate(batch))
-    return leaf(path, batch)
+    if (inner := entries(batch)) is None:
+        return leaf(path, batch)
+    return with_values(batch, [mapped(x, path if key is None else (*path, key), leaf) for key, x in inner])
 
 
 def name_of(path: Path) -> str:
@@ -152,19 +154,12 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     _check_form(program, batch, by_path)
     check_real(by_path)
     errors = Errors()
-    renamed = _renamed(program, by_path)
-    if renamed is not None:
-        x, path = renamed
-        fault = f"the batch has {name_of(path)!r} instead, {type_name(x.dtype, by_path[path].shape)}"
-        errors.add(fault, where=name_of(x.path), fix=f"rename {name_of(path)!r} to {name_of(x.path)!r}")
-        errors.raise_any()
-    expected = {x.path for x in program.inputs}
+    expected, lacking = {x.path for x in program.inputs}, [x for x in program.inputs if x.path not in by_path]
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and path not in expected:
-            if any(path[: len(x.path)] == x.path for x in program.inputs if x.path not in by_path):
+            if any(path[: len(x.path)] == x.path for x in lacking):
                 continue  # an entry of a list where a tensor is expected: reported below
-            lacking = [x for x in program.inputs if x.path not in by_path]
-            same_form = (name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype))
+            same_form = (name_of(x.path) for x in lacking if (len(x.shape), x.dtype) == (leaf.ndim, leaf.dtype))
             near = nearest(name_of(path), [name_of(x.path) for x in lacking]) or next(same_form, "")
             fault = f"the program was compiled without this input, {type_name(leaf.dtype, leaf.shape)}"
             fix = f"name it {near!r}" if near else "leave it out, or compile again with a batch that has it"
@@ -181,7 +176,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
             fault = f"its size {list(x.shape)} does not divide over ranks: the whole size is unknown from a part"
-            fault, fix = fault, "pass the whole batch, without local=True, or make the size divide"
+            fix = "pass the whole batch, without local=True, or make the size divide"
             errors.add(fault, where=name_of(x.path), fix=fix)
             continue
         part = x.layout.local_shape(x.shape, program.mesh)
@@ -198,18 +193,6 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     for check in registered("runtime", "check_inputs"):
         check(program, parts, rank)
     return parts
-
-
-def _renamed(program: Program, by_path: Mapping[Path, Any]) -> tuple[Input, Path] | None:
-    """Return the one missing input, and the one unknown tensor of the same kind in the batch."""
-    paths = {x.path for x in program.inputs}
-    missing = [x for x in program.inputs if x.path not in by_path]
-    unknown = [path for path, leaf in by_path.items() if isinstance(leaf, Tensor) and path not in paths]
-    if len(missing) != 1 or len(unknown) != 1:
-        return None
-    (x,), (path,) = missing, unknown
-    leaf = by_path[path]
-    return (x, path) if leaf.dtype == x.dtype and leaf.ndim == len(x.shape) and path[:-1] == x.path[:-1] else None
 
 
 def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from shardc.errors import ShardcError
 from shardc.ir.patterns import match
 from shardc.ir.program import Program
-from shardc.runtime.data.inputs import Path, batch_dims, leaves, mapped, name_of, type_name
+from shardc.runtime.data.inputs import Path, batch_dims, entries, leaves, mapped, name_of, type_name, with_values
 
 
 def is_map_style(data: Any) -> bool:
@@ -50,17 +50,8 @@ def is_batch(program: Program, element: Any, collate: bool) -> bool:
 def _at(element: Any, path: Path) -> Any:
     """Return the value at a path in a nested element; None if there is none."""
     for key in path:
-        element = dict(_items(element)).get(key)
+        element = dict(entries(element) or ()).get(key)
     return element
-
-
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the entries of a mapping, a named tuple or a sequence, as paths of inputs name them."""
-    if isinstance(value, Mapping):
-        return value.items()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return zip(value._fields, value, strict=True)
-    return enumerate(value) if isinstance(value, (list, tuple)) else ()
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
@@ -141,12 +132,10 @@ class Tensors:
     def _tensors(self, value: Any, path: Path) -> Any:
         if path in self.dtypes:
             return _tensor(value, self.dtypes[path])
-        if isinstance(value, Mapping):
-            return {k: self._tensors(x, (*path, k)) for k, x in value.items()}
-        if isinstance(value, (list, tuple)) and any(p[: len(path)] == path for p in self.dtypes):
-            items = [self._tensors(x, (*path, key)) for key, x in _items(value)]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
+        inner = entries(value)
+        if inner is None or not (isinstance(value, Mapping) or any(p[: len(path)] == path for p in self.dtypes)):
+            return value
+        return with_values(value, [self._tensors(x, (*path, key)) for key, x in inner])
 
     def lacking(self, sample: Any) -> str:
         """Return the name of an input that is None in a sample; "" if there is none."""

@@ -23,6 +23,7 @@ from shardc.runtime.launch import free_port
 from shardc.runtime.mesh import presence
 from tests import warm
 
+#: Other tests extend it: the last definition of a name counts.
 MODEL = """
 import torch
 from torch import nn
@@ -422,81 +423,67 @@ def test_wrong_models(files: Path, text: str, where: str, what: str, fix: str) -
 
 # --- wrong command lines ----------------------------------------------------------------------------------------------
 
-WRONG_LINES: list[tuple[str, list[str], str, str]] = [
-    ("no such model", ["compile", "modle.py", "spec.yaml"], "there is no model file modle.py", "did you mean model.py"),
-    ("no such spec", ["compile", "model.py", "spek.yaml"], "spek.yaml", ""),
-    ("no spec", ["compile", "model.py"], "no spec given", "model.py spec.yaml"),
-    ("no such builder", ["compile", "model.py:big", "spec.yaml"], "the file has no big()", "define big()"),
-    ("unknown axis in --mesh", ["compile", "model.py", "spec.yaml", "--mesh", "tq=2"], "tq", ""),
-    (
-        "no size in --mesh",
-        ["compile", "model.py", "spec.yaml", "--mesh", "tp"],
-        "'tp' does not name an axis and its size",
-        "dp=4,tp=1",
-    ),
-    ("two sizes", ["compile", "model.py", "spec.yaml", "--mesh", "tp=2,tp=4"], "tp has two sizes, 2 and 4", "keep one"),
-    ("unknown --set", ["compile", "model.py", "spec.yaml", "--set", "data.zerro=1"], "zerro", "zero"),
-    ("a folder that is no artifact", ["inspect", "."], "is not a shardc artifact", "shardc compile -o DIR"),
-    ("a folder to compile", ["compile", "."], "is a folder", "name a model file"),
-    (
-        "overrides of an artifact",
-        ["inspect", ".", "--mesh", "tp=1"],
-        "already contains its spec",
-        "compile the model again",
-    ),
-    ("no such pass", ["inspect", "model.py", "spec.yaml", "--diff", "plaice"], "there is no pass plaice", "place"),
-    ("no such stage", ["inspect", "model.py", "spec.yaml", "--stage", "3"], "there is no stage 3", "stages 0 to 0"),
+#: (what is wrong, the command line, what is said, its fix); MS: model.py spec.yaml
+WRONG_LINES: list[tuple[str, str, str, str]] = [
+    ("no such model", "compile modle.py spec.yaml", "there is no model file modle.py", "did you mean model.py"),
+    ("no such spec", "compile model.py spek.yaml", "spek.yaml", ""),
+    ("no spec", "compile model.py", "no spec given", "model.py spec.yaml"),
+    ("no such builder", "compile model.py:big spec.yaml", "the file has no big()", "define big()"),
+    ("unknown axis in --mesh", "compile MS --mesh tq=2", "tq", ""),
+    ("no size in --mesh", "compile MS --mesh tp", "'tp' does not name an axis and its size", "dp=4,tp=1"),
+    ("two sizes", "compile MS --mesh tp=2,tp=4", "tp has two sizes, 2 and 4", "keep one"),
+    ("unknown --set", "compile MS --set data.zerro=1", "zerro", "zero"),
+    ("a folder that is no artifact", "inspect .", "is not a shardc artifact", "shardc compile -o DIR"),
+    ("a folder to compile", "compile .", "is a folder", "name a model file"),
+    ("overrides of an artifact", "inspect . --mesh tp=1", "already contains its spec", "compile the model again"),
+    ("no such pass", "inspect MS --diff plaice", "there is no pass plaice", "place"),
+    ("no such stage", "inspect MS --stage 3", "there is no stage 3", "stages 0 to 0"),
     (
         "memory of an unknown device",
-        ["inspect", "model.py", "spec.yaml", "--memory", "--device", "h100"],
+        "inspect MS --memory --device h100",
         "there is no device 'h100'",
         "did you mean 'h100-80g'?",
     ),
-    ("processes", ["run", "model.py", "spec.yaml", "--nproc", "3"], "", ""),
+    ("processes", "run MS --nproc 3", "", ""),
     (
         "nothing to resume",
-        ["run", "model.py", "spec.yaml", "--resume", "gone"],
+        "run MS --resume gone",
         "--resume gone: there is no checkpoint in this folder",
         "shardc saved to",
     ),
-    ("batch of a model file", ["compile", "model.py", "spec.yaml", "--batch", "3"], "belong to hf: models", "batch()"),
-    ("no such config", ["compile", "hf:gone.json", "spec.yaml"], "there is no file gone.json", "config.json"),
+    ("batch of a model file", "compile MS --batch 3", "belong to hf: models", "batch()"),
+    ("no such config", "compile hf:gone.json spec.yaml", "there is no file gone.json", "config.json"),
     *(
-        (f"swapped, {verb}", [verb, "spec.yaml", "model.py"], "this is a spec, not a model file", "comes first")
+        (f"swapped, {verb}", f"{verb} spec.yaml model.py", "this is a spec, not a model file", "comes first")
         for verb in ("compile", "inspect", "verify", "run")
     ),
-    ("a spec to plan", ["plan", "spec.yaml"], "this is a spec, not a model file", "comes first"),
-    ("Python as a spec", ["compile", "model.py", "model.py"], "a spec is YAML, not Python", "path of a YAML file"),
-    ("JSON as a model", ["compile", "vit.json", "spec.yaml"], "a model file ends in .py", "hf:config.json"),
-    (
-        "a config as a model",
-        ["compile", "tiny/config.json", "spec.yaml"],
-        "a config of transformers",
-        "hf:tiny/config.json",
-    ),
-    ("its folder as a model", ["compile", "tiny", "spec.yaml"], "this is a folder of transformers", "write hf:tiny"),
-    ("a misspelt folder", ["compile", "hf:tinny", "spec.yaml"], "there is no file tinny", "did you mean hf:tiny?"),
-    ("a name of the hub", ["compile", "hf:Org/A-1.5B", "spec.yaml"], "in this machine's cache", "hf download Org/A"),
+    ("a spec to plan", "plan spec.yaml", "this is a spec, not a model file", "comes first"),
+    ("Python as a spec", "compile model.py model.py", "a spec is YAML, not Python", "path of a YAML file"),
+    ("JSON as a model", "compile vit.json spec.yaml", "a model file ends in .py", "hf:config.json"),
+    ("a config as a model", "compile tiny/config.json spec.yaml", "a config of transformers", "hf:tiny/config.json"),
+    ("its folder as a model", "compile tiny spec.yaml", "this is a folder of transformers", "write hf:tiny"),
+    ("a misspelt folder", "compile hf:tinny spec.yaml", "there is no file tinny", "did you mean hf:tiny?"),
+    ("a name of the hub", "compile hf:Org/A-1.5B spec.yaml", "in this machine's cache", "hf download Org/A"),
     (
         "a folder as a config",
-        ["compile", "hf:.", "spec.yaml"],
+        "compile hf:. spec.yaml",
         "there is no config.json in the folder .",
         "or a folder that has one",
     ),
-    ("no language model", ["compile", "hf:vit.json", "spec.yaml"], "'vit' is not a causal lang", "write a model.py"),
-    ("a list as a config", ["compile", "hf:list.json", "spec.yaml"], "the config has no model_type", "model_type"),
-    ("sizes of an artifact", ["verify", ".", "--batch", "3"], "its spec and the sizes of its", "--batch and --seq"),
-    ("config is no JSON", ["compile", "hf:spec.yaml", "spec.yaml"], "not JSON", "config.json"),
+    ("no language model", "compile hf:vit.json spec.yaml", "'vit' is not a causal lang", "write a model.py"),
+    ("a list as a config", "compile hf:list.json spec.yaml", "the config has no model_type", "model_type"),
+    ("sizes of an artifact", "verify . --batch 3", "its spec and the sizes of its", "--batch and --seq"),
+    ("config is no JSON", "compile hf:spec.yaml spec.yaml", "not JSON", "config.json"),
 ]
 
 
 @pytest.mark.parametrize(("args", "what", "fix"), [pytest.param(*row[1:], id=row[0]) for row in WRONG_LINES])
-def test_wrong_command_lines(files: Path, args: list[str], what: str, fix: str) -> None:
+def test_wrong_command_lines(files: Path, args: str, what: str, fix: str) -> None:
     (files / "vit.json").write_text('{"model_type": "vit", "hidden_size": 32, "num_attention_heads": 2}')
     (files / "list.json").write_text("[1]")
     (files / "tiny").mkdir()
     (files / "tiny" / "config.json").write_text("{}")
-    done = call(*args)
+    done = call(*args.replace("MS", "model.py spec.yaml").split())
     assert done.exit_code == 2, done.output
     said = flat(done.stderr)
     assert "Traceback" not in said

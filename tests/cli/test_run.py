@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from shardc import torch_private
 from shardc.cli.model_file import load, seed_everything
@@ -25,13 +24,14 @@ from shardc.cli.ranks import save_lock
 from shardc.cli.ranks.make_job import run_folder
 from shardc.cli.ranks.save_lock import check_shared, lock, lock_all
 from shardc.cli.ranks.step_lines import StepLines, duration
-from shardc.cli.ranks.training_data import Batches, _taken_over
+from shardc.cli.ranks.training_data import Batches
 from shardc.cli.run import _settings
 from shardc.cli.run import command as command_of_run
 from shardc.errors import ShardcError
 from shardc.runtime.launch import free_port
 from shardc.spec import Run
 from tests import warm
+from tests.cli.test_cli import MODEL as MLP
 
 MODEL = """
 import os, signal, time, shardc, torch
@@ -200,18 +200,10 @@ def test_an_error_in_an_update_on_one_rank_ends_all(folder: Path) -> None:
     assert [p.name for p in (folder / "out" / "checkpoint").iterdir() if p.is_dir()] == ["step-000002"]
 
 
-HOLES = """
-import torch
-from torch import nn
+HOLES = (
+    MLP
+    + """
 from torch.utils.data import DataLoader, Dataset, default_collate
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return (self.down(self.up(x).relu()) - x).square().mean()
 
 class Rows(Dataset):
     def __len__(self):
@@ -219,9 +211,6 @@ class Rows(Dataset):
     def __getitem__(self, i):  # the first batch lacks a row, the third is nan
         x = torch.full((8,), i / 40.0)
         return None if i == 5 else {"x": x * float("nan") if 16 <= i < 24 else x}
-
-def model():
-    return Net()
 
 def batch():
     return {"x": torch.ones(8, 8)}
@@ -232,6 +221,7 @@ def collate(samples):
 def data(split):
     return DataLoader(Rows() if split == "train" else torch.utils.data.Subset(Rows(), range(8)), 8, collate_fn=collate)
 """
+)
 
 
 def test_a_run_with_bad_samples_that_goes_back(folder: Path) -> None:
@@ -354,6 +344,7 @@ def test_each_key_of_the_section_is_an_option() -> None:
         ({"trace": (2,)}, "trace needs a folder to write to"),
         ({"memory_snapshot": (2,)}, "memory-snapshot needs a folder to write to"),
         ({"tensorboard": True}, "tensorboard needs a folder to write to"),
+        ({"track": ("tensorboard",)}, "tensorboard needs a folder to write to"),
         ({"auto_resume": True}, "a restart needs a saved checkpoint"),
         ({"save_every": 2}, "checkpoints need a folder"),
     ],
@@ -547,25 +538,6 @@ def test_folders_are_tried_before_anything_runs(folder: Path, args: list[str], t
 
 
 # --- the parts
-
-
-def test_only_plain_samplers_are_taken_over() -> None:
-    rows = TensorDataset(torch.randn(8, 2))
-    assert _taken_over(DataLoader(rows, batch_size=4, shuffle=True)) == {
-        "batch_size": 4,
-        "shuffle": True,
-        "drop_last": False,
-        "collate_fn": torch.utils.data.default_collate,
-        "num_workers": 0,
-        "pin_memory": False,
-        "timeout": 0,
-        "worker_init_fn": None,
-        "multiprocessing_context": None,
-        "prefetch_factor": None,
-        "persistent_workers": False,
-    }
-    assert _taken_over(DataLoader(rows, batch_size=4, sampler=WeightedRandomSampler([0.5] * 8, 8))) is None
-    assert _taken_over(DataLoader(rows, batch_size=None)) is None
 
 
 def test_an_iterator_is_made_again_for_each_epoch_and_draws_the_same_on_every_rank() -> None:

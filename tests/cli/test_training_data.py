@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 import shardc
 from shardc.cli.ranks import training_loop
@@ -206,24 +215,24 @@ def test_a_loader_that_reads_in_its_own_way_is_not_taken_over() -> None:
         DataLoader(rows, 2, sampler=Backwards(rows)),
         DataLoader(rows, 2, sampler=SequentialSampler(range(2))),  # the first two alone
         DataLoader(rows, 2, sampler=RandomSampler(rows, num_samples=2)),
+        DataLoader(rows, 2, sampler=WeightedRandomSampler([0.5] * 8, 8)),
+        DataLoader(rows, batch_size=None),
         Doubling(rows, 2),
     ):
         assert _taken_over(own) is None
 
 
-def test_a_batch_sampler_of_the_user_is_taken_over_with_what_it_holds() -> None:
-    """With `batch_sampler=` a DataLoader has a `sampler` that reads nothing: rows that should be shuffled were not."""
-    rows = Rows()
-    options = _taken_over(DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), 2, True)))
-    assert options is not None
-    assert (options["shuffle"], options["drop_last"], options["batch_size"]) == (True, True, 2)
-
-
 def test_how_a_loader_reads_goes_with_it() -> None:
-    """What a worker runs first, such as opening a file, was left out."""
-    options = _taken_over(DataLoader(Rows(), 2, num_workers=1, worker_init_fn=print, prefetch_factor=3))
-    assert options is not None
-    assert (options["worker_init_fn"], options["prefetch_factor"]) == (print, 3)
+    """Also what a worker runs first, such as opening a file. With `batch_sampler=` a DataLoader has a `sampler` that
+    reads nothing: rows that should be shuffled were not."""
+    of_workers = {"num_workers": 1, "worker_init_fn": print, "prefetch_factor": 3, "persistent_workers": True}
+    plain = {"collate_fn": default_collate, "pin_memory": False, "timeout": 0, "multiprocessing_context": None}
+    sampler = BatchSampler(RandomSampler(Rows()), 2, True)
+    for how, order in (
+        ({"batch_size": 4}, {"batch_size": 4, "shuffle": False, "drop_last": False}),
+        ({"batch_sampler": sampler}, {"batch_size": 2, "shuffle": True, "drop_last": True}),
+    ):
+        assert _taken_over(DataLoader(Rows(), **how, **of_workers)) == {**order, **of_workers, **plain}  # type: ignore[arg-type]
 
 
 apart = DistributedSampler(Rows(), num_replicas=2, rank=0)

@@ -13,30 +13,20 @@ from typer.testing import CliRunner
 
 from shardc.cli import app
 from tests import warm
+from tests.cli.test_cli import MODEL as MLP
 from tests.runtime.state.test_pretrained import FAMILIES, SPECS, family
 
-MODEL = """
-import torch
-from torch import nn
-
+MODEL = (
+    MLP
+    + """
 weights = "w.pt"
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return (self.down(self.up(x).relu()) - x).square().mean()
 
 def model():
     net = Net()
     net.up.bias.requires_grad_(False)
     return net
-
-def batch():
-    return {"x": torch.linspace(-1, 1, 64).view(8, 8)}
 """
+)
 SPEC = "shardc: 1\nmesh: {tp: 2}\nshard: {use: structure}\n"
 
 

@@ -11,47 +11,34 @@ from shardc.spec import Spec
 from shardc.spec.fields import Pattern, Section
 from shardc.spec.yaml_reader import Path
 
-Mode = Literal["record", "replay"]
-
 
 class Choice(Section):
     """What is done with the choices of some modules."""
 
-    mode: Mode = Field(description="record: they are outputs; replay: they are inputs", examples=["replay"])
+    mode: Literal["record", "replay"] = Field(
+        description="record: they are outputs; replay: they are inputs", examples=["replay"]
+    )
     weights: bool = Field(
         default=False, description="also the weights beside the indices; replayed, no gradient flows through them"
     )
 
 
-def _entries(value: Any) -> Any:
-    """Expand the short form of each entry: `replay` -> {mode: replay}."""
-    if not isinstance(value, dict):
-        return value
-    return {k: {"mode": v} if isinstance(v, str) else v for k, v in value.items()}
+def _choice(value: Any) -> Any:
+    """Expand the short form: `replay` -> {mode: replay}."""
+    return {"mode": value} if isinstance(value, str) else value
 
 
-_MODES: dict[str, Any] = {"enum": ["record", "replay"]}
-_ENTRY: dict[str, Any] = {
-    "anyOf": [
-        _MODES,
-        {
-            "type": "object",
-            "required": ["mode"],
-            "additionalProperties": False,
-            "properties": {"mode": _MODES, "weights": {"type": "boolean"}},
-        },
-    ]
-}
+Entry = Annotated[
+    Choice,
+    BeforeValidator(_choice),
+    WithJsonSchema({"anyOf": [{"enum": ["record", "replay"]}, Choice.model_json_schema()]}),
+]
 
 
 class Sections(Section):
     """The section of this feature."""
 
-    choices: Annotated[
-        dict[Pattern, Choice],
-        BeforeValidator(_entries),
-        WithJsonSchema({"type": "object", "additionalProperties": _ENTRY}),
-    ] = Field(
+    choices: dict[Pattern, Entry] = Field(
         default={},
         description="discrete choices that modules make (topk, argmax, sort, comparisons), by pattern of modules:"
         " record = an output, replay = an input",

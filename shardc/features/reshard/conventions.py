@@ -15,14 +15,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
 from torch import nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.features.reshard.layout import EIGHT_BITS, Held, Layout, Part, Scale, Sizes, check
 from shardc.ir.patterns import match
-from shardc.runtime.state.boxes import Numbers, whole
+from shardc.runtime.state.boxes import Numbers
 
 Range = tuple[int, int]  # begin, end
 
@@ -40,7 +42,8 @@ class Rule:
     """The modules that an engine keeps as one, and the dim that ranks split, from the right; None: whole on each.
 
     into: the engine's name of the module; "": the model's. of: the model's modules, in their order there. split: "" in
-    equal parts; "heads": of attention; "rows": of a vocabulary, padded. packed: parts that the model has fused already.
+    equal parts; "chunks": as torch.chunk, of which the last may be shorter or empty; "heads": of attention; "rows": of
+    a vocabulary, padded. packed: parts that the model has fused already.
     """
 
     of: tuple[str, ...]
@@ -64,8 +67,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "vllm": (Rule(("q_a_proj", "kv_a_proj_with_mqa"), None, "fused_qkv_a_proj"), *_SHARED),
     "sglang": (Rule(("q_a_proj", "kv_a_proj_with_mqa"), None, "fused_qkv_a_proj_with_mqa"), *_SHARED),
 }
-#: Stacked parameters of experts: engine's name, and fused parts.
-_EXPERTS = {"gate_up_proj": ("w13_weight", -2, 2), "down_proj": ("w2_weight", -1, 1)}
+#: Of stacked parameters of experts; `into` is the engine's parameter.
+_EXPERTS = {"gate_up_proj": Rule((), -2, "w13_weight", packed=2), "down_proj": Rule((), -1, "w2_weight")}
 _PADDED = 64  # DEFAULT_VOCAB_PADDING_SIZE
 _FLOAT32 = ("e_score_correction_bias",)
 
@@ -116,17 +119,13 @@ def described(
     answers, tensors = [describe(r) for r in range(ranks)], dict[str, Held]()
     for name in dict.fromkeys(n for answer in answers for n in answer):
         each = [answer.get(name, {"shape": (0,), "parts": ()}) for answer in answers]
-        first = next(answer[name] for answer in answers if name in answer)
-        parts = []
+        first, parts = next(answer[name] for answer in answers if name in answer), []
         for r, x in enumerate(each):
             for p in x["parts"]:
-                boxes: list[tuple[Numbers, Numbers] | None] = [None] * ranks
-                boxes[r] = (tuple(p["box"][0]), tuple(p["box"][1]))
-                dims = tuple(p["dims"]) if p.get("dims") is not None else None
-                parts.append(Part(p["of"], tuple(boxes), (tuple(p["at"]),), dims))
-        scale = Scale(first["scale"]["name"], tuple(first["scale"]["block"])) if first.get("scale") else None
-        shapes = tuple(tuple(x["shape"]) for x in each)
-        tensors[name] = Held(str(first["dtype"]).removeprefix("torch."), shapes, tuple(parts), scale)
+                boxes = [p["box"] if rank == r else None for rank in range(ranks)]
+                parts.append({"of": p["of"], "boxes": boxes, "at": [p["at"]], "dims": p.get("dims")})
+        facts = {"dtype": str(first["dtype"]).removeprefix("torch."), "scale": first.get("scale"), "parts": parts}
+        tensors[name] = TypeAdapter(Held).validate_python({"shapes": [x["shape"] for x in each], **facts})
     return Layout(ranks, tensors, tuple(unused))
 
 
@@ -154,26 +153,22 @@ def checked(layout: Layout, sizes: Sizes, ties: Mapping[str, str]) -> None:
     own = {n: s for n, s in sizes.items() if n not in ties and not any(match(p, n) for p in layout.unused)}
     errors, expected = Errors(), of_origin(layout.origin, own)
     for name in {**expected.tensors, **layout.tensors}:
-        if layout.tensors.get(name) != expected.tensors.get(name):
-            fault = f"it is not as {layout.origin['of']} keeps it: {_difference(layout, expected, name)}"
+        has, should = layout.tensors.get(name), expected.tensors.get(name)
+        if has != should:
+            fault = f"it is not as {layout.origin['of']} keeps it: {_difference(has, should, layout.ranks)}"
             errors.add(fault, where=name, fix="write it with shardc.engines, or remove `origin` if it is meant so")
     errors.raise_any()
 
 
-def _difference(layout: Layout, expected: Layout, name: str) -> str:
-    if name not in layout.tensors or name not in expected.tensors:
-        return "the tensor is missing" if name not in layout.tensors else "it has no such tensor"
-    has, should = layout.tensors[name], expected.tensors[name]
-    if [p.of for p in has.parts] != [p.of for p in should.parts]:
-        return f"its parts are {', '.join(p.of for p in has.parts)}, not {', '.join(p.of for p in should.parts)}"
+def _difference(has: Held | None, should: Held | None, ranks: int) -> str:
+    if has is None or should is None:
+        return "the tensor is missing" if has is None else "it has no such tensor"
+    if (parts := [p.of for p in has.parts]) != (others := [p.of for p in should.parts]):
+        return f"its parts are {', '.join(parts)}, not {', '.join(others)}"
     if has.dtype != should.dtype:
         return f"it is of {has.dtype}, not {should.dtype}"
-    ranks = [
-        r
-        for r in range(layout.ranks)
-        if any(a.box(r) != b.box(r) for a, b in zip(has.parts, should.parts, strict=True))
-    ]
-    return f"rank {ranks[0]} has other boxes" if ranks else "its shapes or scales differ"
+    moved = (r for r in range(ranks) if [p.box(r) for p in has.parts] != [p.box(r) for p in should.parts])
+    return next((f"rank {r} has other boxes" for r in moved), "its shapes or scales differ")
 
 
 class _Writer:
@@ -193,138 +188,107 @@ class _Writer:
                     done |= self._planned(name) if self.origin["of"] == "transformers" else self._ruled(name)
         errors.raise_any()
 
-    # --- transformers: names and shapes are the model's; its plan names the dims
-
     def _planned(self, name: str) -> set[str]:
+        """Put a tensor by the plan of transformers: names and shapes are the model's."""
         module, _, parameter = re.sub(r"\.\d+\.", ".*.", name).rpartition(".")
         module = re.sub(r"\.\d+$", ".*", module)
         plan: dict[str, Any] = self.origin["plan"]
-        dim, parts, bias = plan.get(f"{module}.{parameter}", plan.get(module, (None, 1, False)))
-        shape, pieces = self.sizes[name], [_Piece(name)]
-        if len(shape) == 1:
-            if dim == -2 and bias:
-                pieces = [_Piece(name, 0, _chunks(shape[0], self.n))]
-        elif dim is not None:
-            dim = len(shape) + dim
-            size = shape[dim] // parts
-            cuts = [[(a + i * size, b + i * size) for a, b in _chunks(size, self.n)] for i in range(parts)]
-            pieces = [_Piece(name, dim, ranges) for ranges in cuts]
-        self._put(name, pieces, self.origin["dtype"])
+        dim, packed, bias = plan.get(f"{module}.{parameter}", plan.get(module, (None, 1, False)))
+        if len(self.sizes[name]) == 1:
+            dim, packed = dim if dim == -2 and bias else None, 1
+        self._put(name, self._pieces(name, Rule((), dim, split="chunks", packed=packed)), self.origin["dtype"])
         return {name}
 
-    # --- vLLM, SGLang
-
     def _ruled(self, name: str) -> set[str]:
+        """Put a tensor, with those that are fused with it, by the rules of vLLM or SGLang."""
         dtype, shape = self.origin["dtype"], self.sizes[name]
         module, _, parameter = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         if last == "experts" and parameter in _EXPERTS and self._out_in(module):
-            into, dim, parts = _EXPERTS[parameter]
-            self._put(f"{module}.{into}", self._expert_pieces(name, dim, parts), dtype, low=True)
+            rule = _EXPERTS[parameter]
+            whole_experts = replace(rule, dim=-3, packed=1) if self.origin["ep"] else rule
+            self._put(f"{module}.{rule.into}", self._pieces(name, whole_experts), dtype, low=True)
             return {name}
-        rule = next((r for r in RULES[self.origin["of"]] if last in r.of and self._has(parent, r, parameter)), None)
-        if rule is None:
+
+        def names(rule: Rule) -> list[str]:
+            return [_joined(parent, of, parameter) for of in rule.of]
+
+        rules = (r for r in RULES[self.origin["of"]] if last in r.of and all(n in self.sizes for n in names(r)))
+        if (found := next(rules, None)) is None:
             if len(shape) < 2:
                 self._put(name, [_Piece(name)], "float32" if parameter in _FLOAT32 else _wide(dtype))
                 return {name}
             fix = "describe the layout: engines.described, or write layout.json without it"
             raise ShardcError(f"no rule of {self.origin['of']} is known for {last!r}", where=name, fix=fix)
-        names = [f"{parent}.{of}.{parameter}" if parent else f"{of}.{parameter}" for of in rule.of]
-        into = (f"{parent}.{rule.into}" if parent else rule.into) if rule.into else module
-        pieces = [piece for n in names for piece in self._pieces(n, rule)]
-        low = len(shape) == 2 and rule.split != "rows" and rule.dim is not None
-        self._put(f"{into}.{parameter}", pieces, dtype if low else _wide(dtype), low=low)
-        return set(names)
+        pieces = [piece for n in names(found) for piece in self._pieces(n, found)]
+        low = len(shape) == 2 and found.split != "rows" and found.dim is not None
+        into = _joined(parent, found.into or last, parameter)
+        self._put(into, pieces, dtype if low else _wide(dtype), low=low)
+        return set(names(found))
 
     def _out_in(self, module: str) -> bool:
         """Return whether stacked experts are [experts, out, in]: gate and up behind each other, as in most models."""
         up, down = (self.sizes.get(f"{module}.{n}", ()) for n in ("gate_up_proj", "down_proj"))
         return len(up) == len(down) == 3 and up[2] == down[1] and up[1] == 2 * down[2]
 
-    def _has(self, parent: str, rule: Rule, parameter: str) -> bool:
-        names = (f"{parent}.{of}.{parameter}" if parent else f"{of}.{parameter}" for of in rule.of)
-        return all(n in self.sizes for n in names)
-
     def _pieces(self, name: str, rule: Rule) -> list[_Piece]:
         shape = self.sizes[name]
         if rule.dim is None or (len(shape) == 1 and rule.dim == -1):
             return [_Piece(name)]
         dim = max(0, len(shape) + rule.dim)
-        if rule.split == "rows":
-            rows = -(-shape[dim] // _PADDED) * _PADDED
-            ends = [(min(shape[dim], a), min(shape[dim], b)) for a, b in self._ranges(name, dim, rows)]
-            padded = [(0, rows // self.n - (b - a)) for a, b in ends]
-            return [_Piece(name, dim, ends), _Piece("", dim, padded)]
         size = shape[dim] // rule.packed
-        if rule.split == "heads":
+        if rule.split == "rows":
+            rows = -(-size // _PADDED) * _PADDED
+            ends = [(min(size, a), min(size, b)) for a, b in self._ranges(name, dim, rows, "")]
+            return [_Piece(name, dim, ends), _Piece("", dim, [(0, rows // self.n - (b - a)) for a, b in ends])]
+        ranges = self._ranges(name, dim, size, rule.split)
+        return [_Piece(name, dim, [(a + i * size, b + i * size) for a, b in ranges]) for i in range(rule.packed)]
+
+    def _ranges(self, name: str, dim: int, size: int, split: str) -> list[Range]:
+        """Return each rank's range of a dim. One head may be on several ranks, if it is of keys and values."""
+        n, units, what, repeats = self.n, size, f"{size} in dim {dim}", 1
+        if split == "chunks":
+            ends = [min(size, r * -(-size // n)) for r in range(n + 1)]
+            return list(pairwise(ends))
+        if split == "heads":
             of_queries = name.rpartition(".")[0].endswith("q_proj")
-            return [_Piece(name, dim, self._heads(name, size, repeat=not of_queries))]
-        return [
-            _Piece(name, dim, [(a + i * size, b + i * size) for a, b in self._ranges(name, dim, size)])
-            for i in range(rule.packed)
-        ]
-
-    def _heads(self, name: str, size: int, *, repeat: bool) -> list[Range]:
-        """Return each rank's heads. repeat: one head may be on several ranks, as those of keys and values are."""
-        heads: int = self.origin["kv_heads" if repeat else "heads"]
-        if heads % self.n and not (repeat and self.n % heads == 0):
-            fault = f"{heads} heads do not divide over {self.n} ranks"
-            raise ShardcError(fault, where=name, fix="use a number of ranks that divides the heads of queries")
-        one, repeats = size // min(heads, self.n), max(1, self.n // heads)
-        return [(r // repeats * one, (r // repeats + 1) * one) for r in range(self.n)]
-
-    def _ranges(self, name: str, dim: int, size: int) -> list[Range]:
-        if size % self.n:
-            fault = f"{size} in dim {dim} do not divide over {self.n} ranks"
-            raise ShardcError(fault, where=name, fix=f"use a number of ranks that divides {size}")
-        one = size // self.n
-        return [(r * one, (r + 1) * one) for r in range(self.n)]
-
-    def _expert_pieces(self, name: str, dim: int, parts: int) -> list[_Piece]:
-        shape = self.sizes[name]
-        if self.origin["ep"]:
-            return [_Piece(name, 0, self._ranges(name, 0, shape[0]))]
-        dim, size = len(shape) + dim, shape[dim] // parts
-        ranges = self._ranges(name, dim, size)
-        return [_Piece(name, dim, [(a + i * size, b + i * size) for a, b in ranges]) for i in range(parts)]
-
-    # --- tensors
+            units = self.origin["heads" if of_queries else "kv_heads"]
+            what = f"{units} heads"
+            if not of_queries and units < n and n % units == 0:
+                repeats = n // units
+        if units * repeats % n:
+            fix = f"use a number of ranks that divides {units}"
+            raise ShardcError(f"{what} do not divide over {n} ranks", where=name, fix=fix)
+        one = size * repeats // n
+        return [(r // repeats * one, (r // repeats + 1) * one) for r in range(n)]
 
     def _put(self, name: str, pieces: list[_Piece], dtype: str, *, low: bool = False) -> None:
-        """Add a tensor of pieces of the model's, behind each other in the dim that ranks split."""
-        shape = self.sizes[pieces[0][0]]
-        axis = next((dim for _, dim, _ in pieces if dim is not None), 0)
+        """Add a tensor of pieces of the model's, behind each other in the split dim. low: in 8 bits it has scales."""
+        shape = self.sizes[pieces[0].of]
+        axis = next((p.dim for p in pieces if p.dim is not None), 0)
         filled, parts = [0] * self.n, []
         for of, _, ranges in pieces:
             size = self.sizes.get(of, shape)
-            each = ranges or [(0, size[axis])] * self.n if size else []
-            boxes = [_cut(size, axis, ends) if ends[0] < ends[1] else None for ends in each] or [whole(())] * self.n
-            at = [tuple(filled[r] if d == axis else 0 for d in range(len(size))) for r in range(self.n)]
-            filled = [a + b - c for a, (c, b) in zip(filled, each, strict=True)] if each else filled
+            each = ranges or [(0, size[axis] if size else 1)] * self.n
+            boxes = tuple(_cut(size, axis, ends) if ends[0] < ends[1] else None for ends in each)
+            at = tuple(tuple(filled[r] if d == axis else 0 for d in range(len(size))) for r in range(self.n))
+            filled = [a + end - begin for a, (begin, end) in zip(filled, each, strict=True)]
             if any(box is not None for box in boxes):
-                parts.append(Part(of, tuple(boxes), tuple(at)))
+                parts.append(Part(f"{self.prefix}{of}" if of else "", boxes, at))
         shapes = tuple(tuple(filled[r] if d == axis else n for d, n in enumerate(shape)) for r in range(self.n))
-        self._hold(name, dtype, shapes, tuple(parts), low=low)
+        block = (1,) * (len(shape) - 2) + tuple(self.origin["block"]) if low and dtype in EIGHT_BITS else None
+        scale = Scale(f"{name}_scale_inv", block) if block is not None else None
+        self.tensors[name] = Held(dtype, shapes, tuple(parts), scale)
 
-    def _hold(self, name: str, dtype: str, shapes: tuple[Numbers, ...], parts: tuple[Part, ...], *, low: bool) -> None:
-        scale = None
-        if low and dtype in EIGHT_BITS:
-            dims = max(len(self.sizes[p.of]) for p in parts if p.of)
-            scale = Scale(f"{name}_scale_inv", ((1,) * (dims - 2) + tuple(self.origin["block"])))
-        parts = tuple(replace(p, of=f"{self.prefix}{p.of}" if p.of else "") for p in parts)
-        self.tensors[name] = Held(dtype, shapes, parts, scale)
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _cut(shape: Numbers, dim: int, ends: Range) -> tuple[Numbers, Numbers]:
     begin, end = ends
     offset = tuple(begin if d == dim else 0 for d in range(len(shape)))
     return offset, tuple(end - begin if d == dim else n for d, n in enumerate(shape))
-
-
-def _chunks(size: int, n: int) -> list[Range]:
-    """Return torch.chunk's pieces, of which the last ones may be shorter or empty."""
-    one = -(-size // n)
-    return [(min(size, r * one), min(size, (r + 1) * one)) for r in range(n)]
 
 
 def _wide(dtype: str) -> str:

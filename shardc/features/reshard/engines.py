@@ -11,7 +11,6 @@ bits are scaled there too, by the largest absolute value of each block over all 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,14 @@ from typing import Any
 from weakref import ref
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from shardc.errors import Errors, ShardcError
 from shardc.features.reshard.conventions import checked
 from shardc.features.reshard.layout import DTYPES, EIGHT_BITS, Held, Layout, Part, by_rank, scales_of
 from shardc.features.reshard.moves import Moves
-from shardc.features.reshard.places import InPlan, Kept, Key, Listed, Plan, Wanted, Whole, readable
+from shardc.features.reshard.places import Kept, Key, Listed, Place, Plan, Wanted, Whole, readable
 from shardc.features.reshard.transports import OverAddress, OverMesh, Transport
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
@@ -37,13 +37,13 @@ _DTYPES = DTYPES | EIGHT_BITS
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the model, or of scales, as an engine reads it. key, dtype, by_rank: see Kept.
+    """A tensor of the model, or of scales, as an engine reads it. key: see Kept; dtype: by its name.
 
     of: the local tensor that one of 8 bits is made of.
     """
 
     key: Key
-    dtype: torch.dtype
+    dtype: str
     shape: Numbers
     by_rank: tuple[tuple[Box, ...], ...]
     of: Key = ("", "")
@@ -51,6 +51,7 @@ class Source:
 
 #: By name in the model and dtype of the engine.
 Sources = dict[tuple[str, str], Source]
+_TEXT = TypeAdapter(list[tuple[str, str, Source]])
 
 
 def sources(plan: Plan, layout: Layout) -> Sources:
@@ -58,19 +59,21 @@ def sources(plan: Plan, layout: Layout) -> Sources:
     result: Sources = {}
     shapes, world = sizes(plan.program), plan.program.mesh.world
     first = ties(plan.program)
+
+    def boxes(place: Place) -> tuple[tuple[Box, ...], ...]:
+        return tuple(tuple(place.boxes(r)) for r in range(world))
+
     for x in layout.tensors.values():
         for of in dict.fromkeys(p.of for p in x.parts if p.of):
-            name, dtype, shape = first.get(of, of), _DTYPES[x.dtype], shapes[of]
-            kept = _readable(plan, name, torch.float32 if x.scale is not None else dtype)
-            held = tuple(tuple(kept.place.boxes(r)) for r in range(world))
+            shape = shapes[of]
+            kept = readable(plan, first.get(of, of), torch.float32 if x.scale is not None else _DTYPES[x.dtype])
             if x.scale is None:
-                result[of, x.dtype] = Source(kept.key, kept.dtype, shape, held)
+                dtype = str(kept.dtype).removeprefix("torch.")
+                result[of, x.dtype] = Source(kept.key, dtype, shape, boxes(kept.place))
                 continue
-            scales = scales_of(of, x.scale)
-            result[of, x.dtype] = Source((x.dtype, scales), dtype, shape, held, kept.key)
-            each = Whole(x.scale.of(shape), frozenset(range(world)))
-            boxes = tuple(tuple(each.boxes(r)) for r in range(world))
-            result[scales, "float32"] = Source(("scale", scales), torch.float32, each.shape, boxes)
+            scales, each = scales_of(of, x.scale), Whole(x.scale.of(shape), frozenset(range(world)))
+            result[of, x.dtype] = Source((x.dtype, scales), x.dtype, shape, boxes(kept.place), kept.key)
+            result[scales, "float32"] = Source(("scale", scales), "float32", each.shape, boxes(each))
     return result
 
 
@@ -88,13 +91,6 @@ def ties(program: Program) -> dict[str, str]:
     return {alias: x.fqn for x in stored for alias in x.aliases}
 
 
-def _readable(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
-    if name in plan.params:
-        return readable(plan, name, dtype)
-    b = plan.buffers[name]
-    return Kept(("buffer", b.name), b.dtype, InPlan(plan, name))
-
-
 def wanted(layout: Layout, of: Sources, processes: Sequence[int | None]) -> list[Wanted]:
     """Return the moves into an engine. processes: the engine's rank in each process; None: it has none."""
     shapes = {name: s.shape for (name, _), s in of.items()}
@@ -105,7 +101,7 @@ def wanted(layout: Layout, of: Sources, processes: Sequence[int | None]) -> list
                 s = of[part.of, x.dtype]
                 boxes = tuple(_boxes(part, r) for r in processes)
                 need = Kept(("engine", f"{name}/{i}"), _DTYPES[x.dtype], Listed(boxes))
-                result.append(Wanted(name, Kept(s.key, s.dtype, Listed(s.by_rank)), need))
+                result.append(Wanted(name, Kept(s.key, _DTYPES[s.dtype], Listed(s.by_rank)), need))
     return result
 
 
@@ -159,39 +155,34 @@ class Target:
     def take(self, program: Program, mesh: Any, buckets: Any, have: Mapping[Key, Tensor]) -> Moves:
         """Move the weights that ranks of a program have. Collective. Raises ShardcError before anything is sent."""
         if self._plan is None or self._plan[0]() is not buckets:
-            self._plan = ref(buckets), _Plan(self, program, mesh)
+            self._transport = self._transport or self.over(mesh)
+            self._plan = ref(buckets), _Plan(self, self._transport, program)
         return self._plan[1].run(mesh, have)
-
-    def transport(self, mesh: Any) -> Transport:
-        """Return the transport, which is made once."""
-        self._transport = self._transport or self.over(mesh)
-        return self._transport
 
 
 class _Plan:
     """The moves from the ranks of a program to an engine: in waves, if files are written for more ranks than these."""
 
-    def __init__(self, target: Target, program: Program, mesh: Any) -> None:
-        layout, self.target = target.layout, target
+    def __init__(self, target: Target, over: Transport, program: Program) -> None:
+        layout, self.target, self.over = target.layout, target, over
         checked(layout, sizes(program), ties(program))
         self.of = sources(Plan(program), layout)
         self.shapes = {name: s.shape for (name, _), s in self.of.items()}
-        self.over, self.held = target.transport(mesh), layout.every(self.shapes)
-        n, world = layout.ranks, self.over.world
-        first = world - n if target.apart else 0
-        if target.folder is None and first + n > world:
-            fault = f"the engine has {n} ranks, and there are {world - first} processes for them"
+        self.held = layout.every(self.shapes)
+        n, world = layout.ranks, over.world
+        if target.folder is None and n > world:
+            fault = f"the engine has {n} ranks, and there are {world} processes for them"
             fix = "use engines.files, or other processes: engines.at"
             raise ShardcError(fault, where="weights_to", fix=fix)
-        begins = range(0, n, world if target.folder is not None else n)
-        ranks = ([r - first + begin for r in range(world)] for begin in begins)
-        self.waves = [[r if begin <= r < n else None for r in each] for begin, each in zip(begins, ranks, strict=True)]
+        begin = n - world if target.apart else 0
+        self.waves = [[r if 0 <= r < n else None for r in range(at, at + world)] for at in range(begin, n, world)]
         self.moves: list[Moves] = []
 
     def run(self, mesh: Any, have: Mapping[Key, Tensor]) -> Moves:
         target, layout = self.target, self.target.layout
         if target.apart:
-            self.over.spread("" if self.moves else _text(self.of))  # the engine has them then
+            text = "" if self.moves else _TEXT.dump_json([(*n, s) for n, s in self.of.items()]).decode()
+            self.over.spread(text)  # once: the engine has them then
         have, held = {**have, **scaled(layout, self.of, mesh, have)}, self.held
         for number, processes in enumerate(self.waves):
             rank, tensors = processes[self.over.rank], target.tensors or {}
@@ -200,9 +191,8 @@ class _Plan:
                     tensors = {n: torch.empty(by_rank(x.shapes, rank), dtype=_DTYPES[x.dtype]) for n, x in held.items()}
                 _checked(held, rank, tensors)
             if len(self.moves) == number:
-                only_changes = target.only_changes and target.folder is None
                 moves = wanted(layout, self.of, processes)
-                self.moves.append(Moves(self.over, moves, only_changes=only_changes))
+                self.moves.append(Moves(self.over, moves, only_changes=target.only_changes))
             self.moves[number](have, _needed(layout, self.shapes, tensors) if rank is not None else {})
             if target.folder is not None and rank is not None:
                 _write(target.folder, rank, layout.ranks, tensors)
@@ -249,7 +239,8 @@ class Receiver:
     def __call__(self) -> Moves:
         """Receive the weights. Collective."""
         if text := self._over.spread(""):  # of another program than before
-            of, first = _sources_of(text), self._over.world - self._layout.ranks
+            of = {(name, dtype): s for name, dtype, s in _TEXT.validate_json(text)}
+            first = self._over.world - self._layout.ranks
             shapes = {name: s.shape for (name, _), s in of.items()}
             _checked(self._layout.every(shapes), self._over.rank - first, self._tensors)
             processes = [r - first if r >= first else None for r in range(self._over.world)]
@@ -280,22 +271,6 @@ def receive(
     return Receiver(layout, tensors, at, only_changes)
 
 
-def _text(of: Sources) -> str:
-    def boxes(s: Source) -> list[list[tuple[Numbers, Numbers]]]:
-        return [[(b.offset, b.shape) for b in each] for each in s.by_rank]
-
-    return json.dumps([[*n, s.key, str(s.dtype).removeprefix("torch."), s.shape, boxes(s)] for n, s in of.items()])
-
-
-def _sources_of(text: str) -> Sources:
-    result: Sources = {}
-    for name, engine_dtype, key, dtype, shape, ranks in json.loads(text):
-        each = tuple(tuple(Box.alone(tuple(o), tuple(n)) for o, n in boxes) for boxes in ranks)
-        kind, of = key
-        result[name, engine_dtype] = Source((kind, of), _DTYPES[dtype], tuple(shape), each)
-    return result
-
-
 # --- 8 bits
 
 
@@ -308,7 +283,7 @@ def scaled(layout: Layout, of: Sources, mesh: Any, have: Mapping[Key, Tensor]) -
             low, scales = of[name, x.dtype], of[scales_of(name, x.scale), "float32"]
             if low.key in result:
                 continue
-            local = have.get(low.of)
+            local, dtype = have.get(low.of), _DTYPES[low.dtype]
             boxes = low.by_rank[mesh.rank] if local is not None else ()
             most = torch.zeros(scales.shape, device=mesh.device)
             block = x.scale.sizes(low.shape)
@@ -316,10 +291,10 @@ def scaled(layout: Layout, of: Sources, mesh: Any, have: Mapping[Key, Tensor]) -
                 assert local is not None
                 _put_largest(most, box, local, block)
             most = mesh.all_reduce(most, mesh.layout.names, op="max", direction="state", tag="scales")
-            scale = torch.where(most > 0, most / torch.finfo(low.dtype).max, 1.0)
+            scale = torch.where(most > 0, most / torch.finfo(dtype).max, 1.0)
             result[scales.key] = scale
             if local is not None:
-                result[low.key] = made = torch.empty(local.shape, dtype=low.dtype, device=local.device)
+                result[low.key] = made = torch.empty(local.shape, dtype=dtype, device=local.device)
                 for box in boxes:
                     box.of(made).copy_(box.of(local).float() / _spread(scale, box, block))
     return result

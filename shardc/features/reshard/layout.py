@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import torch
 
 from shardc.errors import Errors, ShardcError
+from shardc.features.reshard.routes import divided
 from shardc.ir.patterns import match
 from shardc.ir.similar_names import did_you_mean
-from shardc.runtime.state.boxes import Box, Numbers, disjoint, overlap, whole, without
+from shardc.runtime.state.boxes import Box, Numbers, disjoint, whole
 
 #: By name, the dtypes of an engine's tensors. Those of 8 bits have scales.
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
@@ -226,7 +227,8 @@ def check(layout: Layout, shapes: Sizes, ties: Mapping[str, str] | None = None) 
             fix = did_you_mean(pattern, shapes, "remove it")
             errors.add(f"the model has no tensor {pattern!r}", where="unused", fix=fix)
     for n, boxes in read.items():
-        if not any(match(pattern, n) for pattern in layout.unused) and (rest := _rest(shapes[n], boxes)):
+        _, rest = divided((whole(shapes[n]),) if math.prod(shapes[n]) else (), dict.fromkeys(boxes))
+        if rest and not any(match(pattern, n) for pattern in layout.unused):
             (offset, shape), *_ = rest
             missing = "it" if not boxes else f"its box at {list(offset)} of {list(shape)}"
             fix = "add a part of it to one of the engine's tensors, or list it in `unused`"
@@ -287,16 +289,3 @@ def _check_written(name: str, x: Held, rank: int) -> None:
     if lacking := math.prod(shape) - sum(math.prod(size) for _, size in boxes):
         fault = f"{lacking:,} of its {math.prod(shape):,} elements are in no part"
         raise ShardcError(fault, where=where, fix=fix)
-
-
-def _rest(shape: Numbers, boxes: Sequence[tuple[Numbers, Numbers]]) -> list[tuple[Numbers, Numbers]]:
-    """Return boxes of a tensor that are in none of these."""
-    rest = [whole(shape)] if math.prod(shape) else []
-    for box in dict.fromkeys(boxes):
-        rest = [r for each in rest for r in _outside(each, box)]
-    return rest
-
-
-def _outside(box: tuple[Numbers, Numbers], other: tuple[Numbers, Numbers]) -> Iterator[tuple[Numbers, Numbers]]:
-    common = overlap(*box, *other)
-    return without(*box, *common) if common is not None else iter([box])

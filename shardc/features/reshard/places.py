@@ -136,17 +136,18 @@ def weights(old: Plan, new: Plan, *, all_buffers: bool) -> list[Wanted]:
     for name, p in new.params.items():
         need = Kept(("own", p.name), p.dtype, InPlan(new, name, cut=True))
         wanted.append(Wanted(name, readable(old, name, p.dtype), need))
-    for name, b in new.buffers.items():
-        if name in old.buffers:
-            ends = (old, old.buffers[name]), (new, b)
-            have, need = (Kept(("buffer", x.name), x.dtype, InPlan(plan, name)) for plan, x in ends)
-            wanted.append(Wanted(name, have, need))
-    return wanted
+    both = [name for name in new.buffers if name in old.buffers]
+    return [*wanted, *(Wanted(name, readable(old, name), readable(new, name)) for name in both)]
 
 
-def readable(plan: Plan, name: str, dtype: torch.dtype) -> Kept:
-    """Return the form of a parameter that is read: whole, unless ZeRO 3 cut it, or the copy is in a third dtype."""
-    p = plan.params[name]
+def readable(plan: Plan, name: str, dtype: torch.dtype | None = None) -> Kept:
+    """Return the form of a buffer, or of a parameter that is read.
+
+    A parameter is read whole, unless ZeRO 3 cut it, or the copy is neither in its own dtype nor in this one.
+    """
+    if (p := plan.params.get(name)) is None:
+        b = plan.buffers[name]
+        return Kept(("buffer", b.name), b.dtype, InPlan(plan, name))
     bucket = plan.program.bucket(p)
     zero = bucket.zero if bucket is not None else 0
     whole = (bucket.compute if bucket is not None and zero else None) or p.dtype

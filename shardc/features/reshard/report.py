@@ -131,11 +131,11 @@ def resharding(old: Program, new: Program | Layout | str | Path, moments: int = 
         fault = f"moments must be a number of tensors, not {moments!r}"
         raise ShardcError(fault, where="moments", fix="AdamW has 2, SGD 0 or 1")
     if isinstance(new, Program):
-        a, b = Plan(old), Plan(new)
-        moved = [
-            *((w, 1) for w in weights(a, b, all_buffers=False)),
-            *((w, moments) for w in _moments(a, b) if moments),
-        ]
+        plans = Plan(old), Plan(new)
+        moved = [(w, 1) for w in weights(*plans, all_buffers=False)]
+        for name in (n for n, p in plans[1].params.items() if p.requires_grad and moments):
+            ends = (Kept(("state", name), x.params[name].dtype, InPlan(x, name, cut=True)) for x in plans)
+            moved.append((Wanted(name, *ends), moments))
         return Resharding(old.mesh, new.mesh, moments, *_sent(moved, new.mesh.world))
     layout = new if isinstance(new, Layout) else Layout.load(new)
     checked(layout, sizes(old), ties(old))
@@ -164,17 +164,6 @@ def _sent(moved: Sequence[tuple[Wanted, int]], world: int) -> tuple[tuple[tuple[
         nbytes += sum(x.numel for x in boxes) * w.need.dtype.itemsize * times
     rounds = sum(math.ceil(max(map(max, ways)) / BUCKET) for ways in by_size.values())
     return tuple(map(tuple, sent)), nbytes, rounds
-
-
-def _moments(old: Plan, new: Plan) -> list[Wanted]:
-    """Return one optimizer tensor for each trained parameter, split as ZeRO splits the parameter."""
-    wanted = []
-    for name, p in new.params.items():
-        q = old.params[name]
-        if p.requires_grad:
-            have = Kept(("state", name), q.dtype, InPlan(old, name, cut=True))
-            wanted.append(Wanted(name, have, Kept(("state", name), p.dtype, InPlan(new, name, cut=True))))
-    return wanted
 
 
 def _range(n: tuple[int, ...]) -> str:

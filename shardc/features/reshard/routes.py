@@ -74,12 +74,12 @@ def messages(have: Place, need: Place, world: int, *, turn: int = 0, rank: int |
     for number, ((needed, present), targets) in enumerate(_groups(zip(needs, has, strict=True)).items()):
         if rank is not None and rank not in targets and not has[rank]:
             continue
-        common, lacking = _divided(needed, present)
+        common, lacking = divided(needed, present)
         yield from (Message(t, t, common) for t in targets if common and rank in (None, t))
         for boxes, sources in holders.items() if lacking else ():
             if rank is not None and rank not in targets and rank not in sources:
                 continue
-            common, _ = _divided(lacking, boxes)
+            common, _ = divided(lacking, boxes)
             for n, target in enumerate(targets if common else ()):
                 if rank in (None, target, *sources):
                     source = nearest_source(target, sources, n + number + turn)
@@ -102,7 +102,7 @@ def _groups(forms: Iterable[H]) -> dict[H, list[int]]:
     return groups
 
 
-def _divided(needed: Form, boxes: Form) -> tuple[Form, Form]:
+def divided(needed: Form, boxes: Iterable[tuple[Numbers, Numbers]]) -> tuple[Form, Form]:
     """Divide what is needed into what is in these boxes, and the rest."""
     common: list[tuple[Numbers, Numbers]] = []
     rest = list(needed)

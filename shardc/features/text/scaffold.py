@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from shardc.errors import ShardcError
@@ -12,17 +13,16 @@ from shardc.features.text.chat_masks import ChatTokens
 from shardc.features.text.records import read
 from shardc.features.text.rows import HELD_OUT, loaded_for, longest
 
-_MODEL = '''"""Fine-tune NAME: `shardc run model.py spec.yaml`. Written by `shardc init`; change it as you like."""
+_MODEL = Template(
+    '''"""Fine-tune $NAME: `shardc run model.py spec.yaml`. Written by `shardc init`; change it as you like."""
 
-from pathlib import Path
-
-import transformers
+${PATHLIB}import transformers
 
 from shardc import text
 
-BASE = PATH_OF_BASE  # config, tokenizer and weights
-DATA = PATH_OF_DATA
-ROWS, SEQ = NUMBERS  # rows of a global batch, over all ranks; tokens of a row
+BASE = $BASE  # config, tokenizer and weights
+DATA = $DATA
+ROWS, SEQ = $NUMBERS  # rows of a global batch, over all ranks; tokens of a row
 
 weights = BASE  # where training begins; each rank reads its part
 
@@ -33,27 +33,30 @@ def model():
 
 
 def batch():  # one global batch, of the form of the data: the program is compiled for it
-    return text.example(ROWS, SEQPOSITIONS)
+    return text.example(ROWS, SEQ$POSITIONS)
 
 
 def data(split):
     records = text.read(DATA)
-    cut = max(1, len(records) // PARTS)  # one of PARTS is held out
+    cut = max(1, len(records) // $PARTS)  # one of $PARTS is held out
     # several sources: text.mix({"chat": ..., "code": ...}, {"chat": 0.7, "code": 0.3}); for "valid" a dict of them
-    return text.KIND(records[cut:] if split == "train" else records[:cut], BASE, SEQUNPACKED)
+    return text.$KIND(records[cut:] if split == "train" else records[:cut], BASE, SEQ$UNPACKED)
 '''
-_SPEC = """shardc: 1
+)
+_SPEC = Template(
+    """shardc: 1
 mesh: {dp: 1, tp: 1}        # {dp: 2, tp: 4}: 8 ranks; `shardc plan model.py --devices 8` finds the fastest
 # shard: {use: model}       # with tp: splits weights as the model's own plan says; {use: structure}: finds a split
 # data: {zero: 1}           # splits the optimizer's state over dp; 3: weights and gradients too
 # batch: {microbatches: 2}  # less memory, the same step
 # checkpoint: [{match: "*.{layers,h}.*", recompute: cheap}]            # less memory; runs cheap ops again
 # adapters: [{match: "*_proj", kind: lora, rank: 16, alpha: 32}]       # trains few numbers beside the model's
-PRECISION
+$PRECISION
 optimizer: {name: adamw, lr: 2.0e-5, weight_decay: 0.0}               # --lr 1e-5; schedule: {name: cosine, warmup: 10}
 run: {steps: 20, clip: 1.0, save: runs/a, log: runs/a, eval_every: 10}
 """
-_LOW = "precision: {params: float32, compute: bfloat16}  # the weights are of DTYPE: updates of them would be lost"
+)
+_LOW = "precision: {{params: float32, compute: bfloat16}}  # the weights are of {}: updates of them would be lost"
 _FULL = "# precision: {compute: bfloat16}                                       # on a GPU: faster, less memory"
 #: By kind: the file of example data, and what a line of it has.
 _DATA = {
@@ -81,18 +84,18 @@ def written(config: Path, into: Path, data: str | None, batch: int, seq: int | N
     seq = seq or longest(config)
     place = json.dumps(str(Path(data).resolve())) if data else f'Path(__file__).parent / "{name}"'
     alone = "" if positions else ", positions=False"
-    model = _filled(
-        _MODEL.replace("from pathlib import Path\n\n", "" if data else "from pathlib import Path\n\n"),
+    model = _MODEL.substitute(
         NAME=base.name,
-        PATH_OF_BASE=json.dumps(str(base)),
-        PATH_OF_DATA=f"{place}  # a line each: {line}",
+        PATHLIB="" if data else "from pathlib import Path\n\n",
+        BASE=json.dumps(str(base)),
+        DATA=f"{place}  # a line each: {line}",
         NUMBERS=f"{batch}, {seq}",
         POSITIONS=alone,
         KIND=kind,
-        PARTS=str(HELD_OUT),
+        PARTS=HELD_OUT,
         UNPACKED=f", pack=False{alone}" if alone else "",
     )
-    spec = _SPEC.replace("PRECISION", _FULL if dtype == "float32" else _LOW.replace("DTYPE", dtype))
+    spec = _SPEC.substitute(PRECISION=_FULL if dtype == "float32" else _LOW.format(dtype))
     files = {"model.py": model, "spec.yaml": spec}
     files |= {} if data else {name: _examples(tokenizer, batch * seq, chat=kind == "chats")}
     if there := [name for name in files if (into / name).exists()]:
@@ -102,12 +105,6 @@ def written(config: Path, into: Path, data: str | None, batch: int, seq: int | N
     for name, content in files.items():
         (into / name).write_text(content, encoding="utf-8")
     return [into / name for name in files]
-
-
-def _filled(template: str, **words: str) -> str:
-    for name, word in words.items():
-        template = template.replace(name, word)
-    return template
 
 
 def _examples(tokenizer: Any, tokens: int, *, chat: bool) -> str:

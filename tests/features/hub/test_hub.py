@@ -18,28 +18,11 @@ from shardc.cli import app
 from shardc.errors import ShardcError
 from shardc.features.hub import card, upload
 from shardc.runtime.storage.urls import Url
+from tests.cli.test_cli import MODEL
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
 
-MODEL = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return (self.down(self.up(x).relu()) - x).square().mean()
-
-def model():
-    return Net()
-
-def batch():
-    return {"x": torch.linspace(-1, 1, 16).view(4, 4)}
-"""
 SPEC = "shardc: 1\nmesh: {dp: 1}\n"
 
 

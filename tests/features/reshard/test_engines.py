@@ -4,6 +4,7 @@ wrong layouts refused before anything is sent. `python -m tests.features.reshard
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -22,11 +23,12 @@ from shardc import engines
 from shardc.api import Program
 from shardc.features.reshard import conventions
 from shardc.features.reshard.engines import sizes, ties
-from shardc.features.reshard.layout import Layout, by_rank, check
+from shardc.features.reshard.layout import Held, Layout, Scale, by_rank, check
 from shardc.runtime import launch
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import warm
 from tests.features.reshard import engine_slices
+from tests.zoo import hf, hf_more
 
 torch.set_num_threads(1)
 SPECS: dict[str, dict[str, Any]] = {
@@ -199,49 +201,54 @@ def _positional(rank: int, run: functools.partial[None]) -> None:
     run(rank)
 
 
-def spoiled(layout: Layout, n: int) -> tuple[str, Layout]:
-    """The n-th wrong layout: a fault of a kind, in one of the tensors."""
-    names = list(layout.tensors)
-    name = names[n * 7 % len(names)]
-    fused = [x for x in names if len({p.of for p in layout.tensors[x].parts if p.of}) > 1]
-    kind = ("order", "short", "missing", "dtype", "rank twice", "overlap", "name", "shape", "entries", "unknown")[
-        n % 10
-    ]
-    if kind == "order":
-        name = fused[n // 10 % len(fused)]
-    x = layout.tensors[name]
-    part = x.parts[0]
-    if kind == "order":
-        one, two, *rest = x.parts
-        x = replace(
-            x, parts=(replace(one, of=two.of, boxes=two.boxes), replace(two, of=one.of, boxes=one.boxes), *rest)
-        )
-    elif kind == "short":
-        box = part.boxes[0]
-        assert box is not None
-        less = (box[0], (box[1][0] - 1, *box[1][1:]))
-        x = replace(x, parts=(replace(part, boxes=(less, *part.boxes[1:])), *x.parts[1:]))
-    elif kind == "dtype":
-        x = replace(x, dtype="float64" if n % 20 == 3 else "int4")
-    elif kind == "rank twice":
-        split = [y for y in names if any(p.of and len({*p.boxes}) > 1 for p in layout.tensors[y].parts)]
-        name = split[n // 10 % len(split)]
-        x = layout.tensors[name]
-        x = replace(x, parts=tuple(replace(p, boxes=(p.boxes[0],) * layout.ranks) for p in x.parts))
-    elif kind == "overlap":
-        x = replace(x, parts=(*x.parts, part))
-    elif kind == "shape":
-        x = replace(x, shapes=tuple((s[0] + 1, *s[1:]) for s in x.shapes))
-    elif kind == "entries":
-        x = replace(x, parts=(replace(part, boxes=(*part.boxes, part.boxes[0])), *x.parts[1:]))
-    elif kind == "unknown":
-        x = replace(x, parts=(replace(part, of=f"{part.of}s"), *x.parts[1:]))
-    tensors = {m: y for m, y in layout.tensors.items() if kind != "missing" or m != name}
-    if kind == "name":
-        tensors = {(f"{m}_" if m == name else m): y for m, y in tensors.items()}
-    elif kind != "missing":
-        tensors[name] = x
-    return f"{kind} {name}", replace(layout, tensors=tensors)
+def shorter(box: Any) -> Any:
+    offset, shape = box
+    return offset, (shape[0] - 1, *shape[1:])
+
+
+def changed_part(x: Held, **facts: Any) -> Held:
+    return replace(x, parts=(replace(x.parts[0], **facts), *x.parts[1:]))
+
+
+def swapped(x: Held) -> Held:
+    one, two, *rest = x.parts
+    first, second = replace(one, of=two.of, boxes=two.boxes), replace(two, of=one.of, boxes=one.boxes)
+    return replace(x, parts=(first, second, *rest))
+
+
+#: Faults of a tensor; None: it is missing, or has another name.
+FAULTS: dict[str, Callable[[Held], Held] | None] = {
+    "order": swapped,
+    "short": lambda x: changed_part(x, boxes=(shorter(x.parts[0].boxes[0]), *x.parts[0].boxes[1:])),
+    "missing": None,
+    "dtype": lambda x: replace(x, dtype="float64"),
+    "rank twice": lambda x: replace(x, parts=tuple(replace(p, boxes=p.boxes[:1] * len(p.boxes)) for p in x.parts)),
+    "overlap": lambda x: replace(x, parts=(*x.parts, x.parts[0])),
+    "name": None,
+    "no dtype": lambda x: replace(x, dtype="int4"),
+    "shape": lambda x: replace(x, shapes=tuple((s[0] + 1, *s[1:]) for s in x.shapes)),
+    "entries": lambda x: changed_part(x, boxes=(*x.parts[0].boxes, None)),
+    "unknown": lambda x: changed_part(x, of=f"{x.parts[0].of}s"),
+    "no scale": lambda x: replace(x, dtype="float8_e5m2"),
+    "blocks": lambda x: replace(x, dtype="float8_e5m2", scale=Scale("scale", (1, 1, 1))),
+    "dims": lambda x: changed_part(x, dims=(0, 0)),
+    "box": lambda x: changed_part(x, boxes=(((1 << 20,) * len(x.shapes[0]), x.shapes[0]),)),
+    "place": lambda x: changed_part(x, at=((1,) * len(x.shapes[0]),)),
+}
+
+
+def spoiled(layout: Layout, fault: str, n: int) -> Layout:
+    """A wrong layout: a fault in the n-th tensor that can have it."""
+    fits = {
+        "order": lambda x: len({p.of for p in x.parts if p.of}) > 1,
+        "rank twice": lambda x: any(p.of and len({*p.boxes}) > 1 for p in x.parts),
+    }.get(fault, lambda x: True)
+    names = [name for name, x in layout.tensors.items() if fits(x)]
+    name, change, tensors = names[n * 7 % len(names)], FAULTS[fault], dict(layout.tensors)
+    x = tensors.pop(name)
+    if fault != "missing":
+        tensors[f"{name}_" if fault == "name" else name] = change(x) if change is not None else x
+    return replace(layout, tensors=tensors)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
@@ -250,17 +257,32 @@ def test_wrong_layouts_are_refused_before_anything_is_sent(kind: str) -> None:
     right: Layout = getattr(engines, kind)(model, 2)
     conventions.checked(right, sizes(program), ties(program))
     passed = []
-    for n in range(50 if kind == "vllm" else 10):
-        fault, wrong = spoiled(right, n) if kind == "vllm" else spoiled(right, n + (n % 10 == 0))
+    some = [fault for fault in FAULTS if kind == "vllm" or fault != "order"]  # transformers fuses nothing
+    for fault, n in itertools.product(some, range(5 if kind == "vllm" else 1)):
         try:
-            program.reshard(wrong)
-            passed.append(fault)
+            program.reshard(spoiled(right, fault, n))
+            passed.append(f"{fault} {n}")
         except shardc.ShardcError as e:
-            passed += [f"{fault}: no place or fix" for error in e.errors if not (error.where and error.fix)]
+            passed += [f"{fault} {n}: no place or fix" for error in e.errors if not (error.where and error.fix)]
     assert not passed
+    for more, said in (({"unused": ("*.lost",)}, "the model has no tensor"), ({"ranks": 0}, "an engine of 0 ranks")):
+        with pytest.raises(shardc.ShardcError, match=said):
+            program.reshard(replace(right, origin={}, **more))
+    with pytest.raises(shardc.ShardcError, match="an engine has no optimizer"):
+        program.reshard(right, moments=2)
 
 
-def test_what_vllm_cannot_have_is_refused() -> None:
+def test_what_an_engine_cannot_have_is_refused() -> None:
+    other = nn.Module()
+    other.config, other.strange = build().config, nn.Linear(4, 4)
+    for make, said in (
+        (lambda: engines.sglang(other, 2), "no rule of sglang is known for 'strange'"),
+        (lambda: engines.vllm(build(), 0), "tp is 0"),
+        (lambda: engines.transformers(other, 2), "the model has no tp_plan"),
+        (lambda: engines.receive("nowhere", engines.vllm(build()), {"a": torch.ones(1)}), "'nowhere' is no address"),
+    ):
+        with pytest.raises(shardc.ShardcError, match=said):
+            make()
     with pytest.raises(shardc.ShardcError, match="4 heads do not divide over 8 ranks"):
         engines.vllm(build(), 8)  # only heads of keys and values are repeated
     with pytest.raises(shardc.ShardcError, match="128 in dim 0 do not divide over 3 ranks"):
@@ -270,6 +292,17 @@ def test_what_vllm_cannot_have_is_refused() -> None:
         with pytest.raises(shardc.ShardcError, match="origin names") as e:
             program.reshard(replace(engines.vllm(model, 2), origin=origin))
         assert e.value.fix
+
+
+def test_the_biases_of_divided_experts_are_divided() -> None:
+    model, _ = hf.build(
+        hf_more.FAMILIES["gpt_oss"]
+    )  # transformers: MoEParamShard(Shard(0)), for all that the plan names
+    layout = engines.transformers(model, 2, ep=True)
+    for name, x in model.named_parameters():
+        if ".experts." in name:
+            shapes = {by_rank(layout.tensors[name].shapes, r) for r in range(2)}
+            assert shapes == {(x.shape[0] // 2, *x.shape[1:])}, name
 
 
 def test_layout_files_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -308,17 +341,26 @@ def test_what_an_engine_describes_is_a_layout() -> None:
         assert torch.equal(tensors[rank]["head_t"], w["lm_head.weight"].detach()[rank * 50 : (rank + 1) * 50].t())
 
 
-def test_the_engines_tensors_are_checked_before_anything_is_sent() -> None:
+@pytest.mark.parametrize(
+    ("tp", "has", "said"),
+    [
+        (2, torch.ones(32), r"has float32 \[32\], and the layout bfloat16 \[32\]"),
+        (2, None, "the engine has no such tensor"),
+        (8, None, "the engine has 8 ranks, and there are 4 processes for them"),
+    ],
+)
+def test_the_engines_tensors_are_checked_before_anything_is_sent(tp: int, has: Tensor | None, said: str) -> None:
     model, program = compiled("tp")
-    layout = engines.vllm(model, 2)
+    layout = engines.vllm(model, 2) if tp == 2 else engines.transformers(model, tp)
 
     def work(mesh: LoopbackMesh) -> None:
         tensors = engine_tensors(layout, program, mesh.rank) if mesh.rank < 2 else None
         if tensors is not None:
-            tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+            tensors.pop("model.norm.weight")
+            tensors |= {"model.norm.weight": has} if has is not None else {}
         program.engine(model, None, mesh=mesh).weights_to(engines.here(layout, tensors))
 
-    with pytest.raises(shardc.ShardcError, match=r"has float32 \[32\], and the layout bfloat16 \[32\]"):
+    with pytest.raises(shardc.ShardcError, match=said):
         loopback(program.mesh, work)
 
 

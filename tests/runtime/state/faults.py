@@ -350,19 +350,37 @@ class Crash(BaseException):
     """The process ended here."""
 
 
-class Faulty:
-    """In its `with`, call number `at` of those that reach the disk fails, and with `for_good` all after it.
+class Fault:
+    """Call number `at` fails, and with `for_good` all after it. error: an errno; None: the process ends."""
 
-    error: an errno; None: the process ends, so nothing is called any more. half: a write has written half of it.
-    lose: what was not synced is not on the disk: files have no contents, names are what they were.
+    def __init__(self, at: int, error: int | None, *, for_good: bool = True) -> None:
+        self.at, self.error, self.for_good = at, error, for_good
+        self.calls: list[str] = []
+        self.lock = threading.RLock()
+
+    def check(self, name: str, before: Callable[[], object] = lambda: None) -> None:
+        """Count a call. If it fails, raise, at number `at` after `before`."""
+        with self.lock:
+            number = len(self.calls)
+            self.calls.append(name)
+        if number == self.at or (self.for_good and number > self.at):
+            if number == self.at:
+                before()
+            if self.error is None:
+                raise Crash
+            raise OSError(self.error, os.strerror(self.error))
+
+
+class Faulty(Fault):
+    """A fault, in its `with`, at a call that reaches the disk.
+
+    half: a write has written half of it. lose: what was not synced is not on the disk: files have no contents, names
+    are what they were.
     """
 
-    def __init__(
-        self, at: int, error: int | None, *, for_good: bool = True, half: bool = False, lose: bool = False
-    ) -> None:
-        self.at, self.error, self.for_good, self.half, self.lose = at, error, for_good, half, lose
-        self.calls: list[str] = []
-        self._lock = threading.RLock()
+    def __init__(self, at: int, error: int | None, *, half: bool = False, lose: bool = False, **more: Any) -> None:
+        super().__init__(at, error, **more)
+        self.half, self.lose = half, lose
         self._written: dict[int, Path] = {}
         self._renamed: list[tuple[Path, Path]] = []
 
@@ -388,16 +406,9 @@ class Faulty:
 
     def _wrapped(self, name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            with self._lock:
-                number = len(self.calls)
-                self.calls.append(name)
-                fails = number >= self.at if self.for_good else number == self.at
-                if fails:
-                    if self.half and name == "write" and number == self.at:
-                        self._real[name](args[0], args[1][: len(args[1]) // 2], args[2])
-                    if self.error is None:
-                        raise Crash
-                    raise OSError(self.error, os.strerror(self.error))
+            with self.lock:
+                half = self.half and name == "write"
+                self.check(name, lambda: half and self._real[name](args[0], args[1][: len(args[1]) // 2], args[2]))
                 result = self._real[name](*args)
                 if name == "create":
                     self._written[result] = args[0]
@@ -412,16 +423,16 @@ class Faulty:
         return call
 
 
-def calls_of_a_save(folder: Path, *, wait: bool = True) -> int:
-    """How many calls one reaches the disk with, that replaces an older one."""
+def calls_of_a_save(folder: Path, make: Any = Faulty) -> int:
+    """How many calls one reaches the disk, or a store, with, that replaces an older one."""
     for step in (1, 2):
         save(folder, step)
-    with Faulty(10**9, None) as counting:
-        assert not any(save(folder, 3, wait=wait))
+    with make(10**9, None) as counting:
+        assert not any(save(folder, 3))
     return len(counting.calls)
 
 
-def try_fault(folder: Path, fault: Faulty, old: Value, new: Value, *, wait: bool = True) -> str:
+def try_fault(folder: Path, fault: Any, old: Value, new: Value, *, wait: bool = True) -> str:
     """Save step 3 after 1 and 2, with a fault. Which state is there after it: "old" or "new".
 
     Raises AssertionError for any other state, for ranks that do not agree, and where the next save fails.

@@ -6,7 +6,6 @@ import errno
 import functools
 import io
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,16 +90,12 @@ class _Upload(io.BytesIO):
         super().close()
 
 
-class StoreFault:
-    """In its `with`, call number `at` that changes the store fails, and with `for_good` all after it.
+class StoreFault(faults.Fault):
+    """A fault, in its `with`, at a call that changes the store. after: the call is done, and the answer is lost."""
 
-    error: an errno; None: the process ends. after: the call is done, and the answer is lost.
-    """
-
-    def __init__(self, at: int, error: int | None, *, for_good: bool = True, after: bool = False) -> None:
-        self.at, self.error, self.for_good, self.after = at, error, for_good, after
-        self.calls: list[str] = []
-        self._lock = threading.RLock()
+    def __init__(self, at: int, error: int | None, *, after: bool = False, **more: Any) -> None:
+        super().__init__(at, error, **more)
+        self.after = after
 
     def __enter__(self) -> StoreFault:
         Bucket.fault = self
@@ -110,15 +105,7 @@ class StoreFault:
         Bucket.fault = None
 
     def call(self, name: str, work: Any) -> None:
-        with self._lock:
-            number = len(self.calls)
-            self.calls.append(name)
-        if number == self.at or (self.for_good and number > self.at):
-            if self.after and number == self.at:
-                work()
-            if self.error is None:
-                raise faults.Crash
-            raise OSError(self.error, os.strerror(self.error))
+        self.check(name, lambda: self.after and work())
         work()
 
 
@@ -253,12 +240,7 @@ def test_damage_is_named(bucket: Url) -> None:
 
 @functools.cache
 def _calls() -> int:
-    folder = expanded("bucket://count/c")
-    for step in (1, 2):
-        faults.save(folder, step)
-    with StoreFault(10**9, None) as counting:
-        assert not any(faults.save(folder, 3))
-    return len(counting.calls)
+    return faults.calls_of_a_save(expanded("bucket://count/c"), StoreFault)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -280,7 +262,7 @@ def test_a_fault_at_any_call_leaves_the_old_or_the_new_checkpoint(bucket: Url, k
     kinds = list(KINDS)
     for at in range(kinds.index(kind), _calls(), 1 if os.environ.get("SHARDC_ALL_FAULTS") else 2 * len(kinds)):
         Bucket.store.clear()
-        results.append(faults.try_fault(bucket, StoreFault(at, **KINDS[kind]), *states))  # type: ignore[arg-type]
+        results.append(faults.try_fault(bucket, StoreFault(at, **KINDS[kind]), *states))
         left = [n for n in disk_calls.names(bucket) if not (bucket / n / "index.json").exists()]
         assert not left, (at, left)
     assert {"old", "new"} >= set(results)

@@ -152,7 +152,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "another name",
         {"x": example.batch()["x"], "label": example.batch()["y"]},
-        r"y: the batch has 'label' instead, f64\[8, 4\]\n  fix: rename 'label' to 'y'",
+        r"label: the program was compiled without this input, f64\[8, 4\]\n  fix: name it 'y'",
     ),
     (
         "one sample",

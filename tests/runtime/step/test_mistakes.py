@@ -159,7 +159,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a key of another name": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({"images": BATCH["x"], "strength": 2.0}),
-        r"x: the batch has 'images' instead, f32\[8, 8\]\n  fix: rename 'images' to 'x'",
+        r"images: the program was compiled without this input, f32\[8, 8\]\n  fix: name it 'x'",
     ),
     "a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
