@@ -10,5 +10,6 @@ loop_watch          the loop around a module: its optimizer before the first ste
 tensor_parts        parameters and gradients of which a rank has a part: they refuse ops that mix elements
 marks               which tensors are parts, and marks in state dicts, so that another rank does not load them
 callbacks           the user's callbacks, called at the moments of a run
+padding             a loss that depends on what fills up rows
 detached            a loss whose backward has run, and values beside a loss, which have no gradient
 """

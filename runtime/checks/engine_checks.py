@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardc import torch_modes
 from shardc.ir.program import Program
-from shardc.runtime.checks import engine_options, shared_facts, user_changes
+from shardc.runtime.checks import engine_options, padding, shared_facts, user_changes
 from shardc.runtime.checks.checks import Checks
 from shardc.runtime.checks.detached import SteppedLoss
 from shardc.runtime.checks.hooks import CheckHooks
@@ -27,7 +27,7 @@ class EngineChecks(Checks):
 
     def __init__(self, program: Program, mesh: Any) -> None:
         super().__init__(program, mesh, "an engine")
-        self._params_read = False
+        self._params_read = self._padding_checked = False
         self._schedulers: Any = None
         self._optimizer: Optimizer | None = None
 
@@ -64,6 +64,9 @@ class EngineChecks(Checks):
         if training:
             inputs.check_no_gradient(batch)
         return self.compares and self._compare_batch("a step" if training else "evaluating", batch, local=local)
+
+    def ragged(self, batch: Any, take: padding.Take) -> None:
+        self._padding_checked = self._padding_checked or padding.check(self._model, batch, take)
 
     def _between_steps(self) -> list[Fact]:
         """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""

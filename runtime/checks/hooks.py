@@ -83,6 +83,9 @@ class CheckHooks:
         """Check a batch, in the compiled dtypes and lengths. Return whether parts have other numbers of rows."""
         return False
 
+    def ragged(self, batch: Any, take: Any) -> None:
+        """Check rows of several lengths (shardc.runtime.checks.padding). take: makes the inputs of a step."""
+
     def read_params(self) -> None:
         """Start checks of parameters when the user reads `engine.params`."""
 

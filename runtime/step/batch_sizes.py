@@ -47,10 +47,16 @@ def cast_and_pad(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any
     return _padded(program, mesh, batch, section.lengths, section.pad, local=local) if section.pad else batch
 
 
-def padded_to(program: Program, mesh: Any, batch: Any, length: int) -> Any:
-    """Return a batch in the compiled dtypes, padded to this length. Raises ShardcError if it is longer."""
+def padded_to(program: Program, mesh: Any, batch: Any, length: int, numbers: Mapping[str, float]) -> Any:
+    """Return a batch in the compiled dtypes, padded to this length. Raises ShardcError if it is longer.
+
+    numbers: to pad inputs with instead of the spec's, by name.
+    """
     section = program.spec.batch
-    longer = replace(program, spec=replace(program.spec, batch=section.model_copy(update={"lengths": (length,)})))
+    changed = section.model_copy(
+        update={"lengths": (length,), "pad": {**numbers, **{n: x for n, x in section.pad.items() if n not in numbers}}}
+    )
+    longer = replace(program, spec=replace(program.spec, batch=changed))
     return cast_and_pad(longer, mesh, batch, local=False)
 
 

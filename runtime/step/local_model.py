@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
-from shardc.runtime.data.ragged import Ragged
+from shardc.runtime.data.ragged import Ragged, Size
 from shardc.runtime.data.worker import Rest
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
@@ -68,7 +68,10 @@ class LocalModel:
         choices: given beside the batch (shardc.features.choices).
         """
         if isinstance(batch, Ragged):
-            return self._take_ragged(batch, checks)
+            checks.batch(batch, local=True)
+            self.gather_written()
+            checks.ragged(batch, lambda sizes, numbers: self._ragged(batch, sizes, numbers))
+            return self._ragged(batch, batch.sizes, {})
         if isinstance(batch, Rest):  # an epoch's last, smaller batch, which is whole on every rank
             batch, local = batch.batch, False
         batch = inputs.prepared(self.program, batch, choices, local=local)
@@ -86,10 +89,11 @@ class LocalModel:
             {**stored, **dict(zip((x.name for x in program.inputs), part, strict=True))} for part in parts
         ]
 
-    def _take_ragged(self, batch: Ragged, checks: CheckHooks) -> tuple[Interpreter, Values]:
-        """Cut this rank's part of each microbatch, and choose the program of its size. Collective."""
-        checks.batch(batch, local=True)
-        self.gather_written()
+    def _ragged(self, batch: Ragged, sizes: Sequence[Size], numbers: Mapping[str, float]) -> tuple[Interpreter, Values]:
+        """Cut this rank's part of each microbatch, and choose the program of its size. Collective.
+
+        numbers: to pad inputs with instead of the spec's, by name.
+        """
         by_size = {}
         for size in batch.every:
             shapes = batch_sizes.shapes_of(self.program, size)
@@ -98,9 +102,12 @@ class LocalModel:
                 (self.interpreter, {}) if same else self._recompile(batch.parts[0], shapes, "as compiled", known=True)
             )
         each, values = list[Interpreter](), list[dict[str, Any]]()
-        for i, (part, size) in enumerate(zip(batch.parts, batch.sizes, strict=True)):
+        for i, (part, size) in enumerate(zip(batch.parts, sizes, strict=True)):
             interpreter, constants = by_size[size]
-            program, part = interpreter.program, batch_sizes.padded_to(self.program, self.mesh, part, size.length)
+            program, part = (
+                interpreter.program,
+                batch_sizes.padded_to(self.program, self.mesh, part, size.length, numbers),
+            )
             # the engine takes a rank's rows of all microbatches: those of this one, at the place of each
             taken = inputs.take(program, inputs.repeated(program, part, self.mesh), self.mesh, local=True)
             mine = inputs.microbatches(program, taken)[i]

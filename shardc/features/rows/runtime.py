@@ -51,7 +51,8 @@ class Balance:
         longest = named[-1] if named else length
         if sizes[-1] > longest:
             fault = f"samples have {sizes[0]} to {sizes[-1]} tokens, more than {longest}"
-            fix = f"write batch: {{lengths: {suggested(sizes)}, pad: {{...}}}}, or cut the samples"
+            enough = [*named, suggested(sizes)[-1]] if named else suggested(sizes)
+            fix = f"write batch: {{lengths: {enough}, pad: {{...}}}}, or cut the samples"
             raise ShardcError(fault, where="batch.lengths", fix=fix)
         lengths = sorted({next(n for n in named if n >= x) for x in sizes}) if self.ragged else [length]
         start = time.perf_counter()

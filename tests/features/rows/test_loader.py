@@ -238,6 +238,39 @@ class Mean(nn.Module):
         return (self.table(ids) * (labels != IGNORED).unsqueeze(-1)).pow(2).mean()
 
 
+class Clamped(Language):
+    """Places that fill up rows are labels of class 0."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(ids, labels.clamp(min=0))
+
+
+class Seen(Language):
+    """Tokens see what fills up their row."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.table(ids)
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in self.qkv(h).chunk(3, -1))
+        h = h + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("net", [Clamped, Seen])
+def test_padding_that_takes_part_is_refused(net: type[nn.Module], dtype: str) -> None:
+    """No structure shows it. Of 16 bits, another id in its place shows it: other lengths differ by rounding too."""
+    half = {"precision": {"compute": "bfloat16"}} if dtype == "bfloat16" else {}
+    model = net()
+    program = shardc.compile(model, batch_of(16), {"shardc": 1, **spec("split sequence", microbatches=4), **half})
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = program.engine(model, sgd, mesh=mesh)
+        engine.step(next(iter(engine.loader(Known(), seed=1))), local=True)
+
+    with pytest.raises(ShardcError, match="padding takes part|the number that fills up ids"):
+        loopback(program.mesh, work)
+
+
 class Stream(IterableDataset[Batch]):
     def __iter__(self) -> Any:
         yield from (Talks()[i] for i in range(48))
