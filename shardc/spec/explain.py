@@ -46,8 +46,9 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
         except ValidationError as e:
             invalid = [(details, reach(value, details["loc"])) for details in e.errors()]
         before = len(cut)
+        unknown = [details["loc"] for details, _ in invalid if details["type"] == "extra_forbidden"]
         for details, path in invalid:
-            if first and not any(path[: len(b)] == b for b in document.broken):
+            if first and not any(path[: len(b)] == b for b in document.broken) and not _misspelt(details, unknown):
                 fault, fix = explain(details, path)
                 by_value = details["type"] not in _BY_KEY and "[key]" not in details["loc"]
                 errors.add(fault, where=document.places.where(path, value=by_value), fix=fix)
@@ -55,6 +56,13 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
         if len(cut) == before:  # nothing more can be removed
             errors.raise_any()
         first = False  # errors after a removal are due to the removal, not the user
+
+
+def _misspelt(details: Details, unknown: list[tuple[int | str, ...]]) -> bool:
+    """Return whether a key is missing where one of the unknown ones is nearly it."""
+    *parent, key = details["loc"] or ("",)
+    near = (loc[-1] for loc in unknown if list(loc[:-1]) == parent)
+    return details["type"] == "missing" and any(nearest(str(n), [str(key)]) for n in near)
 
 
 def _cut(value: Any, path: Path) -> Path:

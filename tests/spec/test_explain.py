@@ -154,6 +154,7 @@ SECTIONS = [  # after HEAD
         "did you mean 'ring'?",
     ),
     ("sequence: {method: ring}\n", "3:1", "`sequence` needs `axis`", "`axis: cp`"),
+    ("sequence: {axsi: tp}\n", "3:12", "unknown key 'axsi' in `sequence`", "did you mean 'axis'?"),
     ("sequence: {axis: dp}\n", "3:18", "axis 'dp' already splits the batch", "its own axis"),
     ("pipeline: {axis: tp, schedule: 1f1c}\n", "3:32", "unknown schedule '1f1c'", "did you mean '1f1b'?"),
     ("pipeline: {axis: tp, stages: 3}\n", "3:30", "3 stages do not spread evenly over tp=2", "make it 2 or 4 stages"),

@@ -267,7 +267,7 @@ def test_padding_that_takes_part_is_refused(net: type[nn.Module], dtype: str) ->
         engine = program.engine(model, sgd, mesh=mesh)
         engine.step(next(iter(engine.loader(Known(), seed=1))), local=True)
 
-    with pytest.raises(ShardcError, match="padding takes part|the number that fills up ids"):
+    with pytest.raises(ShardcError, match=r"padding takes part|the number that fills up ids"):
         loopback(program.mesh, work)
 
 
