@@ -81,9 +81,6 @@ class Reader(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
 
-    def __getitem__(self, item: Key) -> Any:
-        return self.__getitems__([item])
-
     def __getitems__(self, keys: list[Key]) -> Any:
         """Return the collated samples of one local batch; in a worker, Failed if the user's code raises."""
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from shardc.errors import Errors, ShardcError
 from shardc.features.reshard.routes import divided
@@ -126,14 +127,14 @@ class Layout:
     @classmethod
     def load(cls, path: str | Path) -> Layout:
         """Read layout.json. Raises ShardcError with the place of each mistake."""
-        from pydantic import TypeAdapter, ValidationError
-
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(read, dict) or read.pop("shardc_layout", None) != 1:
-                raise ShardcError(
-                    "this is no layout of version 1", where=str(path), fix='begin with "shardc_layout": 1'
-                )
+        except (OSError, ValueError) as e:
+            fix = "name a file that layout.save wrote"
+            raise ShardcError(f"it cannot be read: {e}", where=str(path), fix=fix) from e
+        if not isinstance(read, dict) or read.pop("shardc_layout", None) != 1:
+            raise ShardcError("this is no layout of version 1", where=str(path), fix='begin with "shardc_layout": 1')
+        try:
             return TypeAdapter(cls).validate_python(read)
         except ValidationError as e:
             errors = Errors()
@@ -142,10 +143,6 @@ class Layout:
                 errors.add(mistake["msg"], where=f"{path}: {where}", fix="docs/how-to/engines.md shows the format")
             errors.raise_any()
             raise
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-            raise ShardcError(
-                f"it cannot be read: {e}", where=str(path), fix="name a file that layout.save wrote"
-            ) from e
 
     def save(self, path: str | Path) -> None:
         """Write layout.json."""

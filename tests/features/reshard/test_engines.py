@@ -319,6 +319,8 @@ def test_layout_files_are_read_as_they_were_written(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(shardc.ShardcError, match="version 1"):
         Layout.load(tmp_path / "bad.json")
+    with pytest.raises(shardc.ShardcError, match="it cannot be read"):
+        Layout.load(tmp_path)
 
 
 def test_what_an_engine_describes_is_a_layout() -> None:

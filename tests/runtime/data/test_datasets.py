@@ -39,10 +39,13 @@ class Ids(nn.Module):
         return (self.embed(ids).sum((1, 2)) * weight).mean()
 
 
+MODEL = Ids()  # held, as programs are compiled again for other sizes
+
+
 @functools.cache
 def program(dp: int = 1, batch: int = B) -> Program:
     example = {"ids": torch.zeros(batch, SEQ, dtype=torch.int64), "weight": torch.ones(batch)}
-    return shardc.compile(Ids(), example, {"shardc": 1, "mesh": {"dp": dp}}, prove=False)
+    return shardc.compile(MODEL, example, {"shardc": 1, "mesh": {"dp": dp}}, prove=False)
 
 
 def sample(i: int) -> dict[str, Any]:
