@@ -77,8 +77,8 @@ def measured(rank: int, steps: int, from_time: bool) -> dict[str, Any]:
     import torch.distributed as dist
 
     import shardc
-    from shardc.features.rows.arrangement import Priced, arranged, priced
-    from shardc.features.rows.seconds import Seconds, fitted, of_cost, spread
+    from shardc.features.rows.arrangement import Priced, arranged, as_they_come
+    from shardc.features.rows.seconds import OfSizes, Seconds, fitted, of_cost, spread
     from shardc.runtime.data.ragged import Ragged
 
     ids = torch.zeros(ROWS, LONGEST, dtype=torch.int64)
@@ -93,13 +93,14 @@ def measured(rank: int, steps: int, from_time: bool) -> dict[str, Any]:
     if from_time:
         terms = torch.tensor(dataclasses.astuple(fitted({n: timed(Model(), n) for n in spread(LENGTHS)})))
         dist.broadcast(terms, 0)
-        step = dataclasses.replace(step, seconds=Seconds(*terms.tolist()))
+        step = dataclasses.replace(step, seconds=OfSizes({1: Seconds(*terms.tolist())}))
     collate = loader._collate.args[0]
 
     def part(samples: list[int], p: Priced) -> Ragged:
-        mine = range(rank * m, rank * m + m)
-        parts = tuple(collate([data[samples[i]] for i in p.order[c * step.rows : (c + 1) * step.rows]]) for c in mine)
-        return Ragged(parts, p.lengths[rank * m : rank * m + m], tuple(sorted(set(p.lengths))))
+        cells = p.groups[rank]
+        parts = tuple(collate([data[samples[i]] for i in cell.rows]) for cell in cells)
+        every = {cell.size for cells in p.groups for cell in cells}
+        return Ragged(parts, tuple(cell.size for cell in cells), tuple(sorted(every)))
 
     spent: dict[str, list[float]] = {}
     computed: dict[str, list[float]] = {}
@@ -107,10 +108,10 @@ def measured(rank: int, steps: int, from_time: bool) -> dict[str, Any]:
     for number in range(-1, steps):  # one to warm up
         samples = list(range(max(number, 0) * ROWS, (max(number, 0) + 1) * ROWS))
         rows = [loader.balance.rows[i] for i in samples]
-        long = dataclasses.replace(step, lengths=(), length=step.padded(max(r.length for r in rows)))
+        long = dataclasses.replace(step, sizes=(step.fitting(max(r.length for r in rows))[0],))
         ways = {
-            "one length": priced(long, rows, range(ROWS)),
-            "as they come": priced(step, rows, range(ROWS)),
+            "one length": as_they_come(long, rows),
+            "as they come": as_they_come(step, rows),
             "balanced": arranged(step, rows),
         }
         losses = []

@@ -18,11 +18,12 @@ from shardc.cost.measured.op_times import MeasuredStep, OpTime, OpTimes, file_of
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.machine.collectives import collective_seconds
-from shardc.machine.device import Device, Link, OpRates
+from shardc.machine.device import Device, Link, OpRates, Reaches
 from shardc.machine.work import Op
 from shardc.runtime.mesh.wait_times import Wait
 
 F32, F64, BF16 = "float32", "float64", "bfloat16"
+KERNEL = "_scaled_dot_product"
 CPU = Device(
     name="cpu",
     kind="cpu",
@@ -51,7 +52,7 @@ def ops(scale: int, *dtypes: str) -> Iterator[Op]:
             moved = size * (m * k + k * n + m * n)
             yield Op(2 * m * n * k, moved, dtype, matrices=(1, m, n), name="mm")
             yield Op(2 * 8 * m * n * k, 8 * moved, dtype, matrices=(8, m, n), name="bmm")
-            yield Op(4 * m * n * k, moved, dtype, attention=True, masked=2 * m * n * k, name="_scaled_dot_product")
+            yield Op(4 * m * n * k, moved, dtype, attention=True, masked=2 * m * n * k, name=KERNEL)
         for many in (1e-4, 1e-3, 0.01, 0.1, 0.5, 1, 4, 10, 30):
             for name, times in (("add", 3), ("mul", 3), ("copy_", 2), ("gelu", 2)):
                 yield Op(0, max(int(many * times * size * scale**2), 4), dtype, name=name)
@@ -66,10 +67,33 @@ def test_a_known_device_is_found(true: Device) -> None:
     assert found["bandwidth"] == pytest.approx(true.bandwidth, rel=0.1)
     assert found["flops"] == pytest.approx(dict(true.flops), rel=0.15)
     assert found["attention"] == pytest.approx(0.3, rel=0.15)
-    assert found["ops"].keys() == {"gelu"}
+    assert found["ops"].keys() == {"gelu", KERNEL, f"{KERNEL} float64"}
     again = UNKNOWN.model_copy(update={k: x for k, x in found.items() if k != "attention"})
-    off = [abs(again.op_seconds(op) / took - 1) for op, took in seconds.items() if not op.attention]
+    again = again.model_copy(update={"reaches": Reaches(attention=found["attention"])})
+    off = [abs(again.op_seconds(op) / took - 1) for op, took in seconds.items()]
     assert sorted(off)[len(off) // 2] < 0.1
+
+
+def test_an_attention_kernel_is_priced_by_its_large_calls_in_each_dtype() -> None:
+    """Small calls take the time of their start, and a CPU's backward in 16 bits is many times slower."""
+    shares = {F32: 0.5, BF16: 0.02}
+    true = {
+        t: CPU.model_copy(update={"flops": {F32: 9e10, BF16: 9e10}, "reaches": Reaches(attention=s)})
+        for t, s in shares.items()
+    }
+    calls = [
+        Op(4 * n * n * 64, 8 * n * 64, dtype, attention=True, name=KERNEL, matrices=(1, n, n))
+        for dtype in shares
+        for n in (4, 8, 16, 32, 64, 128, 256, 512)
+    ]
+    plain = {op: true[F32].op_seconds(op) for op in ops(256, F32, BF16) if not op.attention}
+    found = fit(plain | {op: max(5e-5, true[op.dtype].op_seconds(op)) for op in calls})
+    again = UNKNOWN.model_copy(update={k: x for k, x in found.items() if k != "attention"})
+    again = again.model_copy(update={"reaches": Reaches(attention=found["attention"])})
+    for op in calls:
+        expected = max(5e-5, true[op.dtype].op_seconds(op))
+        rel = 0.2 if op.flops >= 4 * 256 * 256 * 64 else 1.0
+        assert again.op_seconds(op) == pytest.approx(expected, rel=rel), op
 
 
 def test_of_two_ops_that_are_both_small_no_rate_is_below_zero() -> None:

@@ -64,6 +64,10 @@ COPIES = ("add", "mul", "sub", "copy_", "clone", "_to_copy")
 #: An op gets its own rates if its median is more than this share off.
 OWN = 0.1
 VOCABULARY, HEAD, LENGTH, LAYERS = 1000, 32, 64, 8
+#: Calls of an attention kernel with more than one in so many flops of its largest are large.
+LARGE = 5
+#: Tokens of long rows, for attention.
+LONG = {"cpu": 512, "cuda": 4096}
 Kind = Literal["cpu", "cuda"]
 _NO_LINK = Link(bandwidth=1.0, latency=0.0)
 #: A collective: its kind, its bytes, and the number of ranks.
@@ -140,7 +144,11 @@ def fit(ops: Mapping[Op, float]) -> dict[str, Any]:
         flops[dtype] = 1 / per_flop
     rates: dict[str, Any] = {"flops": flops, "bandwidth": 1 / traffic, "launch": launch}
     device = Device(name="", memory=1, kind="cpu", within=_NO_LINK, between=_NO_LINK, **rates)
-    shares = [op.computed() / device.flops_per_second(op.dtype) / s for op, s in ops.items() if op.attention]
+    kernels: defaultdict[str, list[tuple[Op, float]]] = defaultdict(list)
+    for op, seconds in ops.items():
+        if op.attention:
+            kernels[op.name if op.dtype == "float32" else f"{op.name} {op.dtype}"].append((op, seconds))
+    shares = {name: _share(device, some) for name, some in kernels.items()}
     by: defaultdict[str, list[float]] = defaultdict(list)
     for op, seconds in plain:
         by[op.name].append(seconds / device.op_seconds(op))
@@ -149,8 +157,18 @@ def fit(ops: Mapping[Op, float]) -> dict[str, Any]:
         if abs((ratio := statistics.median(ratios)) - 1) > OWN:
             rate = 1 / ratio if any(op.flops for op, _ in plain if op.name == name) else None
             by_op[name] = OpRates(launch=launch * ratio, bandwidth=1 / traffic / ratio, flops=rate)
-    attention = min(statistics.median(shares), 1.0) if shares else None
+    attention = min(statistics.median(shares.values()), 1.0) if shares else None
+    for name, share in shares.items():  # each kernel and dtype reaches another share; the median is of unknown kernels
+        least = min(seconds for _, seconds in kernels[name])
+        by_op[name] = OpRates(launch=least, flops=share / (attention or 1.0))
     return {**rates, "ops": by_op, "attention": attention}
+
+
+def _share(device: Device, kernel: Sequence[tuple[Op, float]]) -> float:
+    """Return the share of a dtype's flops that an attention kernel's large calls reach."""
+    large = max(op.flops for op, _ in kernel) / LARGE
+    rates = [op.computed() / device.flops_per_second(op.dtype) / s for op, s in kernel if op.flops > large]
+    return statistics.median(rates)
 
 
 def fit_link(messages: Mapping[Message, float]) -> Link:
@@ -232,6 +250,9 @@ def _pieces(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) 
     yield lambda: _backward(up(x))
     yield lambda: _backward(down(wide))
     yield lambda: _backward(functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    if tokens >= (long := LONG[device.type]):
+        w = random(tokens // long, max(hidden // 64, 1), long, 64).requires_grad_()
+        yield lambda: _backward(functional.scaled_dot_product_attention(w, w, w, is_causal=True))
     yield lambda: _backward((q @ q.transpose(-1, -2)).softmax(-1) @ q)
     yield lambda: _backward(norm(x))
     yield lambda: _backward(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
