@@ -1,10 +1,11 @@
 """What balancing rows gains over gloo, and what was predicted: 2 processes of one thread, alternating in one run.
 
-    shardc device --measure && .venv/bin/python -m tests.bench.rows [steps] [timed]     a minute
+    shardc device --measure && .venv/bin/python -m tests.bench.rows [steps] [timed | shared]     a minute
 
 Each step is taken three times on the same rows: as long as the longest row; each microbatch with its own length, rows
 as they come; balanced. Losses are compared, seconds are summed. `docs/measured/rows.md` has the table.
 `timed`: a microbatch's seconds are fitted to three that were timed here, and not to the program's cost.
+`shared`: two ranks share each row (context parallel); short rows on one rank, in turn with all rows on both.
 """
 
 from __future__ import annotations
@@ -130,9 +131,48 @@ def measured(rank: int, steps: int, from_time: bool) -> dict[str, Any]:
     return {"measured": spent, "computed": computed, "predicted": expected}
 
 
+def on_fewer_ranks(rank: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of both ways, measured and predicted, without those of the first step."""
+    import dataclasses
+
+    import torch.distributed as dist
+
+    import shardc
+
+    ids = torch.zeros(ROWS, LONGEST, dtype=torch.int64)
+    net, spec = Model(), {**SPEC, "mesh": {"cp": 2}, "sequence": {"axis": "cp"}}
+    spec["batch"] = {**SPEC["batch"], "microbatches": ROWS}  # type: ignore[dict-item]
+    program = shardc.compile(net, {"ids": ids, "labels": ids}, spec)
+    engine = program.engine(net, lambda params: torch.optim.SGD(params, lr=0.0))
+    loaders = {n: engine.loader(Talks(ROWS * (steps + 1)), shuffle=False, name=n) for n in ("on both", "short on one")}
+    balance = loaders["on both"].balance
+    balance.step = dataclasses.replace(balance.step, sizes=tuple(s for s in balance.step.sizes if s.times == 1))
+    took: dict[str, list[float]] = {n: [0.0, 0.0] for n in loaders}
+    for number, parts in enumerate(zip(*loaders.values(), strict=True)):
+        losses = []
+        for (name, loader), part in zip(loaders.items(), parts, strict=True):
+            dist.barrier()
+            begin = time.perf_counter()
+            losses.append(float(engine.step(part, local=True)))
+            dist.barrier()
+            if number:
+                took[name][0] += time.perf_counter() - begin
+                rows = range(number * ROWS, (number + 1) * ROWS)
+                took[name][1] += loader.balance._priced(tuple(rows)).seconds
+        assert max(losses) - min(losses) < 1e-5, losses
+    return took
+
+
 def main(steps: str = "12", how: str = "") -> None:
     from tests.bench.gloo import on_ranks
 
+    if how == "shared":
+        took = on_ranks(on_fewer_ranks, 2, int(steps))[0]
+        for name, (seconds, predicted) in took.items():
+            print(f"| {name} | {seconds / int(steps):.3f} | {predicted / int(steps):.3f} |")
+        both, one = took.values()
+        print(f"as fast: {both[0] / one[0]:.2f}, predicted {both[1] / one[1]:.2f}")
+        return
     ranks = on_ranks(measured, 2, int(steps), how == "timed")
     found = ranks[0]
     for name, busy in found["computed"].items():  # of the rank that computes longest in each step

@@ -255,6 +255,26 @@ class Seen(Language):
         return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
+class Noisy(Language):
+    """It draws numbers, which differ by a row's length."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.table(ids)
+        h = h + 0.1 * torch.randn_like(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def test_drawn_numbers_are_no_padding_that_takes_part() -> None:
+    model = Noisy()
+    program = shardc.compile(model, batch_of(16), {"shardc": 1, **spec("dp")})
+
+    def work(mesh: LoopbackMesh) -> float:
+        engine = program.engine(model, sgd, mesh=mesh)
+        return float(engine.step(next(iter(engine.loader(Known(), seed=1))), local=True))
+
+    assert len(set(loopback(program.mesh, work))) == 1
+
+
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("net", [Clamped, Seen])
 def test_padding_that_takes_part_is_refused(net: type[nn.Module], dtype: str) -> None:
