@@ -214,17 +214,17 @@ class _Writer:
             return [_joined(parent, of, parameter) for of in rule.of]
 
         rules = (r for r in RULES[self.origin["of"]] if last in r.of and all(n in self.sizes for n in names(r)))
-        if (found := next(rules, None)) is None:
+        if (fitting := next(rules, None)) is None:
             if len(shape) < 2:
                 self._put(name, [_Piece(name)], "float32" if parameter in _FLOAT32 else _wide(dtype))
                 return {name}
             fix = "describe the layout: engines.described, or write layout.json without it"
             raise ShardcError(f"no rule of {self.origin['of']} is known for {last!r}", where=name, fix=fix)
-        pieces = [piece for n in names(found) for piece in self._pieces(n, found)]
-        low = len(shape) == 2 and found.split != "rows" and found.dim is not None
-        into = _joined(parent, found.into or last, parameter)
+        pieces = [piece for n in names(fitting) for piece in self._pieces(n, fitting)]
+        low = len(shape) == 2 and fitting.split != "rows" and fitting.dim is not None
+        into = _joined(parent, fitting.into or last, parameter)
         self._put(into, pieces, dtype if low else _wide(dtype), low=low)
-        return set(names(found))
+        return set(names(fitting))
 
     def _out_in(self, module: str) -> bool:
         """Return whether stacked experts are [experts, out, in]: gate and up behind each other, as in most models."""
@@ -246,19 +246,19 @@ class _Writer:
 
     def _ranges(self, name: str, dim: int, size: int, split: str) -> list[Range]:
         """Return each rank's range of a dim. One head may be on several ranks, if it is of keys and values."""
-        n, units, what, repeats = self.n, size, f"{size} in dim {dim}", 1
+        n, units, divided, repeats = self.n, size, f"{size} in dim {dim}", 1
         if split == "chunks":
             ends = [min(size, r * -(-size // n)) for r in range(n + 1)]
             return list(pairwise(ends))
         if split == "heads":
             of_queries = name.rpartition(".")[0].endswith("q_proj")
             units = self.origin["heads" if of_queries else "kv_heads"]
-            what = f"{units} heads"
+            divided = f"{units} heads"
             if not of_queries and units < n and n % units == 0:
                 repeats = n // units
         if units * repeats % n:
             fix = f"use a number of ranks that divides {units}"
-            raise ShardcError(f"{what} do not divide over {n} ranks", where=name, fix=fix)
+            raise ShardcError(f"{divided} do not divide over {n} ranks", where=name, fix=fix)
         one = size * repeats // n
         return [(r // repeats * one, (r // repeats + 1) * one) for r in range(n)]
 

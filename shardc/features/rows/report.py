@@ -108,10 +108,10 @@ def gain(program: Any, source: str, file: Any, device: Any, batch: Any = None) -
         both = programs | _programs(make, program, batch, more := more_rows(program, sizes))
         axes, programs, every = same_step.joined_axes(both), both, [*every, *more]
     cost = {size: p.cost(device) for size, p in programs.items()}
-    found = of_sizes({size: of_cost(c) for size, c in cost.items()})
+    of_size = of_sizes({size: of_cost(c) for size, c in cost.items()})
     m, most, groups = program.microbatches, cost[Size(sizes[-1])], part_of(program, 0)[1]
     joined = [a for a in same_step.axes_of_rows(program) if axes & set(program.mesh.digits(a))]
-    apart = Step(groups, m, rows_of(program) // (groups * m), found, program.spec.data.zero >= 2 and m > 1)
+    apart = Step(groups, m, rows_of(program) // (groups * m), of_size, program.spec.data.zero >= 2 and m > 1)
     one = min(math.prod(map(program.mesh.size, joined)), groups)  # groups of ranks that need one length
     step = replace(apart, ranks=groups // one, rows=apart.rows * one, sizes=tuple(every))
     drawn = random.Random(0).choices(sorted(cut), [cut[n] for n in sorted(cut)], k=STEPS * step.size)
@@ -140,7 +140,7 @@ def gain(program: Any, source: str, file: Any, device: Any, batch: Any = None) -
         groups=step.ranks,
         microbatches=m,
         microbatch_rows=step.rows,
-        seconds=found,
+        seconds=of_size,
         ways={name: _way(some, most, lost * (name not in list(ways)[:3])) for name, some in ways.items()},
         hidden=hidden,
         left_out=of_rows.left_out,

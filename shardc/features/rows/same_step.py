@@ -57,15 +57,15 @@ def _joined(base: Program, programs: Mapping[Size, Program], sizes: tuple[Size, 
         fix = "give lengths that are nearer to each other, or name the splits in `shard`; or leave out balance"
         raise ShardcError(fault, where=_WHERE, fix=fix)
     by_rows = _within(base, base, axes_of_rows(base))
-    calls = [[(n, _within(base, p, axes), size) for n, axes, size in _collectives(p)] for p in (one, other)]
+    collectives = [[(n, _within(base, p, axes), size) for n, axes, size in _collectives(p)] for p in (one, other)]
     nbytes: dict[frozenset[str], list[list[int]]] = {}
-    for i, some in enumerate(calls):
+    for i, some in enumerate(collectives):
         for _, axes, size in some:
             nbytes.setdefault(axes, [[], []])[i].append(size)
     differ = [axes for axes, (a, b) in nbytes.items() if sorted(a) != sorted(b)]
     joined = frozenset().union(*differ) & by_rows
     # the collectives between ranks that may have several sizes
-    mine, theirs = ([(n, axes) for n, axes, _ in some if axes & (by_rows - joined)] for some in calls)
+    mine, theirs = ([(n, axes) for n, axes, _ in some if axes & (by_rows - joined)] for some in collectives)
     return joined if mine == theirs else by_rows
 
 
@@ -83,8 +83,8 @@ def axes_of_rows(program: Program) -> set[str]:
 def _collectives(program: Program) -> list[tuple[str, tuple[str, ...], int]]:
     """Return the collectives of a step's graphs in order: (kinds and name, axes, bytes)."""
     graphs = [g for s in program.stages for g in (s.joint.graphs.values() if s.joint is not None else [s.graph])]
-    found = [(n.name, c) for graph in graphs for n in graph.nodes if (c := n.meta.get("collective")) is not None]
-    return [(f"{c.kind}/{c.backward} {name}", c.axes, c.bytes) for name, c in found]
+    collectives = [(n.name, c) for graph in graphs for n in graph.nodes if (c := n.meta.get("collective")) is not None]
+    return [(f"{c.kind}/{c.backward} {name}", c.axes, c.bytes) for name, c in collectives]
 
 
 def _sums(program: Program) -> list[tuple[Any, ...]]:
@@ -97,8 +97,8 @@ def _sums(program: Program) -> list[tuple[Any, ...]]:
 
 def _summed(base: Program, program: Program) -> list[frozenset[str]]:
     """Return over which axes ranks have summands of outputs, and of values that a forward of all microbatches adds."""
-    calls = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=ops.summed)]
-    partial = [[a for a, p in values_of(n)[0].layout.items if isinstance(p, Partial)] for n in calls]
+    sums = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=ops.summed)]
+    partial = [[a for a, p in values_of(n)[0].layout.items if isinstance(p, Partial)] for n in sums]
     return [_within(base, program, axes) for axes in (*partial, *(o.summed_over for o in program.outputs))]
 
 

@@ -75,15 +75,15 @@ def fitted(seconds: Mapping[int, float]) -> Seconds:
     lengths, values = np.array(sorted(seconds), float), np.array([seconds[n] for n in sorted(seconds)])
     terms = np.stack([np.ones_like(lengths), lengths, lengths**2])
     used = {1: [1], 2: [0, 1]}.get(len(lengths), [0, 1, 2])
-    found = np.zeros(3)
+    factors = np.zeros(3)
     while used:  # a negative term is noise of a model in which another one is near 0
         scale = terms[used].max(axis=1)
         part = np.linalg.lstsq((terms[used] / scale[:, None]).T, values, rcond=None)[0] / scale
         if (part >= 0).all():
-            found[used] = part
+            factors[used] = part
             break
         used = [t for t, x in zip(used, part, strict=True) if x >= 0]
-    return Seconds(*map(float, found))
+    return Seconds(*map(float, factors))
 
 
 def of_program(program: Any, device: str | None) -> float:
